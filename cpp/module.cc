@@ -1,0 +1,51 @@
+// The Python module: FFI handlers as capsules, and the BLAS that the CPU backend calls.
+
+#include <nanobind/nanobind.h>
+
+#include <cstring>
+
+#include "cpu/blas.h"
+#include "cpu/handlers.h"
+
+namespace nb = nanobind;
+
+namespace {
+
+nb::capsule Handler(XLA_FFI_Error* (*function)(XLA_FFI_CallFrame*)) {
+  return nb::capsule(reinterpret_cast<void*>(function));
+}
+
+// A function of scipy.linalg.cython_blas. The capsule's name is its C signature: a build of SciPy with 64-bit integers
+// would say so there, and is refused here rather than called wrongly.
+void* BlasFunction(nb::handle capi, const char* name) {
+  nb::object capsule = capi[name];
+  const char* signature = PyCapsule_GetName(capsule.ptr());
+  if (signature == nullptr || std::strncmp(signature, "void (char *, char *, int *, int *, int *, ", 43) != 0) {
+    throw nb::import_error(
+        "jax_gg: scipy.linalg.cython_blas has an unexpected signature for gemm; expected 32-bit "
+        "integer arguments");
+  }
+  return PyCapsule_GetPointer(capsule.ptr(), signature);
+}
+
+}  // namespace
+
+NB_MODULE(_jax_gg, module) {
+  nb::object capi = nb::module_::import_("scipy.linalg.cython_blas").attr("__pyx_capi__");
+  auto& blas = jax_gg::cpu::TheBlas();
+  blas.sgemm = reinterpret_cast<jax_gg::cpu::GemmFunction<float>*>(BlasFunction(capi, "sgemm"));
+  blas.dgemm = reinterpret_cast<jax_gg::cpu::GemmFunction<double>*>(BlasFunction(capi, "dgemm"));
+
+  module.def(
+      "registrations",
+      [] {
+        nb::dict cpu;
+        cpu["jax_gg_gmm"] = Handler(JaxGgCpuGmm);
+        cpu["jax_gg_tgmm"] = Handler(JaxGgCpuTgmm);
+        nb::dict all;
+        all["cpu"] = cpu;
+        return all;
+      },
+      nb::sig("def registrations() -> dict[str, dict[str, typing.Any]]"),
+      "FFI handlers of the backends in this build: platform -> target -> capsule.");
+}

@@ -1,0 +1,194 @@
+"""Everything a caller can get wrong, found before any C++ is reached: one line naming the argument, what came and what
+was expected."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+_INT32 = np.iinfo(np.int32)
+_OPERANDS = ("float16", "bfloat16", "float32", "float64")
+_RESULTS = {
+    "float16": ("float16", "bfloat16", "float32"),
+    "bfloat16": ("float16", "bfloat16", "float32"),
+    "float32": ("float16", "bfloat16", "float32"),
+    "float64": ("float64",),
+}
+
+
+def _say(what: str, got: Any, expected: str) -> str:
+    return f"{what}: got {got}, expected {expected}"
+
+
+def _one_of(names: tuple[str, ...]) -> str:
+    return ", ".join(names[:-1]) + " or " + names[-1] if len(names) > 1 else names[0]
+
+
+def _array(name: str, x: Any, rank: int, dims: str) -> jax.Array:
+    if not isinstance(x, (jax.Array, np.ndarray)):
+        raise TypeError(_say(name, type(x).__name__, f"an array of shape {dims}"))
+    if x.ndim != rank:
+        raise ValueError(_say(name, f"shape {tuple(x.shape)}", f"{rank} dimensions, {dims}"))
+    x = jnp.asarray(x)
+    if str(x.dtype) not in _OPERANDS:
+        raise TypeError(_say(name, f"dtype {x.dtype}", f"{_one_of(_OPERANDS)}"))
+    return x
+
+
+def _same_dtype(lhs: jax.Array, rhs: jax.Array) -> None:
+    if lhs.dtype != rhs.dtype:
+        raise TypeError(_say("rhs", f"dtype {rhs.dtype}", f"the dtype of lhs, {lhs.dtype}"))
+
+
+def gmm_operands(lhs: Any, rhs: Any, transpose_rhs: Any) -> tuple[jax.Array, jax.Array]:
+    """Returns `lhs[m, k]` and `rhs[g, k, n]` (`[g, n, k]` with `transpose_rhs`) as JAX arrays."""
+    if not isinstance(transpose_rhs, (bool, np.bool_)):
+        raise TypeError(_say("transpose_rhs", type(transpose_rhs).__name__, "True or False"))
+    dims = "[g, n, k]" if transpose_rhs else "[g, k, n]"
+    lhs = _array("lhs", lhs, 2, "[m, k]")
+    rhs = _array("rhs", rhs, 3, dims)
+    _same_dtype(lhs, rhs)
+    if rhs.shape[2 if transpose_rhs else 1] != lhs.shape[1]:
+        raise ValueError(_say("rhs", f"shape {rhs.shape}", f"{dims} with k = {lhs.shape[1]}, that of lhs {lhs.shape}"))
+    _few_rows(lhs)
+    return lhs, rhs
+
+
+def tgmm_operands(lhs: Any, rhs: Any) -> tuple[jax.Array, jax.Array]:
+    """Returns `lhs[m, k]` and `rhs[m, n]` as JAX arrays."""
+    lhs = _array("lhs", lhs, 2, "[m, k]")
+    rhs = _array("rhs", rhs, 2, "[m, n]")
+    _same_dtype(lhs, rhs)
+    if rhs.shape[0] != lhs.shape[0]:
+        raise ValueError(_say("rhs", f"shape {rhs.shape}", f"[m, n] with m = {lhs.shape[0]}, that of lhs {lhs.shape}"))
+    _few_rows(lhs)
+    return lhs, rhs
+
+
+def _few_rows(lhs: jax.Array) -> None:
+    if lhs.shape[0] > _INT32.max:
+        raise ValueError(_say("lhs", f"m = {lhs.shape[0]} rows", f"at most {_INT32.max}"))
+
+
+def _int32(x: jax.Array) -> jax.Array:
+    """`x` as int32, what does not fit at the nearest end: no size or offset beyond int32 differs from its end."""
+    info = jnp.iinfo(x.dtype)
+    if info.min < _INT32.min or info.max > _INT32.max:
+        x = jnp.clip(x, max(int(info.min), _INT32.min), min(int(info.max), _INT32.max))
+    return x.astype(jnp.int32)
+
+
+def _integers(name: str, x: Any, expected: str) -> jax.Array:
+    if isinstance(x, (list, tuple, int)) and not isinstance(x, bool):
+        try:
+            x = np.asarray(x, dtype=np.int64 if np.size(x) == 0 else None)
+        except (TypeError, ValueError) as e:  # ragged, or a list of traced values
+            raise TypeError(_say(name, type(x).__name__, expected)) from e
+        if x.dtype == object:  # Python integers that 64 bits do not hold
+            raise TypeError(_say(name, "integers beyond 64 bits", expected))
+    if not isinstance(x, (jax.Array, np.ndarray, np.generic)):
+        raise TypeError(_say(name, type(x).__name__, expected))
+    if not jnp.issubdtype(x.dtype, jnp.integer):
+        raise TypeError(_say(name, f"dtype {x.dtype}", expected))
+    if not isinstance(x, jax.Array):
+        # Clip here: without x64, JAX would keep the low 32 bits of a 64-bit integer.
+        if x.dtype.itemsize >= 4:
+            x = np.clip(x, _INT32.min, _INT32.max).astype(np.int32)
+        x = jnp.asarray(x)
+    return _int32(x)
+
+
+def group_sizes(x: Any) -> jax.Array:
+    """Returns `group_sizes[G]` as int32."""
+    x = _integers("group_sizes", x, "an integer array of shape [g]")
+    if x.ndim != 1:
+        raise ValueError(_say("group_sizes", f"shape {x.shape}", "1 dimension, [g]"))
+    return x
+
+
+def group_offset(x: Any) -> jax.Array:
+    """Returns `group_offset` as int32 of shape `[1]`; None means 0."""
+    if x is None:
+        return jnp.zeros(1, jnp.int32)
+    x = _integers("group_offset", x, "an integer scalar")
+    if x.shape not in ((), (1,)):
+        raise ValueError(_say("group_offset", f"shape {x.shape}", "an integer scalar, shape () or (1,)"))
+    return x.reshape(1)
+
+
+def as_many_groups(name: str, have: int, sizes: jax.Array) -> None:
+    """Without group_offset, group_sizes and the matrices agree on the number of groups."""
+    if have != sizes.shape[0]:
+        raise ValueError(
+            _say("group_sizes", f"shape {sizes.shape}", f"[g] with g = {have}, that of {name} (or give group_offset)")
+        )
+
+
+def num_groups(x: Any, sizes: jax.Array) -> int:
+    """Returns g of tgmm's result; None means as many as `sizes` has."""
+    if x is None:
+        return sizes.shape[0]
+    if isinstance(x, bool) or not isinstance(x, (int, np.integer)):
+        raise TypeError(_say("num_groups", type(x).__name__, "an int"))
+    if x < 0:
+        raise ValueError(_say("num_groups", x, "at least 0"))
+    return int(x)
+
+
+def result_dtype(preferred_element_type: Any, operand: np.dtype) -> np.dtype:
+    """Returns the dtype of the result; None means that of the operands."""
+    if preferred_element_type is None:
+        return np.dtype(operand)
+    expected = f"{_one_of(_RESULTS[str(operand)])} for {operand} operands"
+    try:
+        dtype = jnp.dtype(preferred_element_type)
+    except TypeError as e:
+        raise TypeError(_say("preferred_element_type", repr(preferred_element_type), expected)) from e
+    if str(dtype) not in _RESULTS[str(operand)]:
+        raise TypeError(_say("preferred_element_type", dtype, expected))
+    return dtype
+
+
+def are_gmm_dtypes(lhs: Any, rhs: Any, preferred_element_type: Any) -> bool:
+    """Whether `gmm` serves these operands, as far as dtypes go; anything without a dtype is left for it to refuse."""
+    names = [str(jnp.asarray(x).dtype) for x in (lhs, rhs) if isinstance(x, (jax.Array, np.ndarray))]
+    if any(name not in _OPERANDS for name in names) or len(set(names)) > 1:
+        return False
+    return preferred_element_type is None or str(jnp.dtype(preferred_element_type)) in _RESULTS[names[0]]
+
+
+_ALGORITHMS = {
+    "DEFAULT": jax.lax.Precision.DEFAULT,
+    "F32_F32_F32": jax.lax.Precision.HIGHEST,
+    "F64_F64_F64": jax.lax.Precision.HIGHEST,
+    "BF16_BF16_F32": jax.lax.Precision.DEFAULT,
+    "F16_F16_F32": jax.lax.Precision.DEFAULT,
+    "TF32_TF32_F32": jax.lax.Precision.DEFAULT,
+    "TF32_TF32_F32_X3": jax.lax.Precision.HIGHEST,
+    "BF16_BF16_F32_X3": jax.lax.Precision.HIGHEST,
+    "BF16_BF16_F32_X6": jax.lax.Precision.HIGHEST,
+    "BF16_BF16_F32_X9": jax.lax.Precision.HIGHEST,
+}
+"""No algorithm is served by one less accurate than itself."""
+
+
+def precision(x: Any) -> jax.lax.Precision:
+    """Returns the precision that serves `x`, which is anything `jax.lax.dot` takes; None means JAX's configured one."""
+    if x is None:
+        x = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
+        if x is None:
+            return jax.lax.Precision.DEFAULT
+    expected = "None, a jax.lax.Precision, its name, a pair of these, or a jax.lax.DotAlgorithmPreset"
+    if isinstance(x, (tuple, list)) and not hasattr(x, "_fields"):
+        if len(x) != 2:
+            raise ValueError(_say("precision", repr(x), expected))
+        return max((precision(p) for p in x), key=lambda p: p.value)
+    if isinstance(x, jax.lax.DotAlgorithmPreset):
+        x = x.name
+    if isinstance(x, str) and x in _ALGORITHMS:
+        return _ALGORITHMS[x]
+    try:
+        return jax.lax.Precision(x)
+    except ValueError as e:
+        raise ValueError(_say("precision", repr(x), expected)) from e

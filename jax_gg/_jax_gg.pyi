@@ -1,0 +1,3 @@
+from typing import Any
+
+def registrations() -> dict[str, dict[str, Any]]: ...

@@ -1,0 +1,50 @@
+"""The types of values inside `shard_map`, under the names that JAX gives them from 0.8 on.
+
+With `check_vma`, a value's type says over which manual mesh axes it varies from device to device.
+"""
+
+from typing import Any
+
+import jax
+import numpy as np
+
+Axes = frozenset[Any]
+
+
+def varying_axes(x: jax.Array) -> Axes:
+    """The manual mesh axes over which `x` varies; empty outside `shard_map` and without `check_vma`."""
+    aval: Any = jax.typeof(x)
+    # JAX 0.12 moved `vma` into `manual_axis_type`.
+    manual = getattr(aval, "manual_axis_type", None)
+    return frozenset(manual.varying if manual is not None else getattr(aval, "vma", None) or ())
+
+
+def vary(x: jax.Array, axes: Axes) -> jax.Array:
+    """`x`, typed as varying over `axes` too."""
+    missing = tuple(axes - varying_axes(x))
+    if not missing:
+        return x
+    if hasattr(jax.lax, "pcast"):
+        return jax.lax.pcast(x, missing, to="varying")
+    return jax.lax.pvary(x, missing)
+
+
+def result_type(shape: tuple[int, ...], dtype: np.dtype, varying: Axes) -> jax.ShapeDtypeStruct:
+    """The type of a result that varies over `varying`."""
+    if not varying:
+        return jax.ShapeDtypeStruct(shape, dtype)
+    make: Any = jax.ShapeDtypeStruct
+    try:
+        return make(shape, dtype, vma=varying)
+    except TypeError:  # JAX 0.12 and later
+        manual_axis_type = type(jax.typeof(np.zeros(())).manual_axis_type)  # type: ignore[attr-defined]
+        return make(shape, dtype, manual_axis_type=manual_axis_type(varying=varying))
+
+
+def psum_to_type_of(cotangent: jax.Array, primal_varying: Axes) -> jax.Array:
+    """Sums `cotangent` over the axes it varies over and its primal does not.
+
+    A primal that is the same on every device of an axis is used by all of them: its cotangent is the sum of theirs.
+    """
+    extra = tuple(varying_axes(cotangent) - primal_varying)
+    return jax.lax.psum(cotangent, extra) if extra else cotangent
