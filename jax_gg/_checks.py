@@ -1,5 +1,7 @@
-"""Everything a caller can get wrong, found before any C++ is reached: one line naming the argument, what came and what
-was expected."""
+"""Everything a caller can get wrong, found before any C++ is reached.
+
+Each error is one line that names the argument, what came and what was expected.
+"""
 
 from typing import Any
 

@@ -41,10 +41,9 @@ def grouped(spec: Spec, lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, 
     # Manual axes (inside shard_map): the result varies over every axis that any operand varies over, and the call, like
     # any other operation, wants its operands to agree on that.
     varying = functools.reduce(frozenset.union, map(_types.varying_axes, operands))
-    operands = tuple(_types.vary(x, varying) for x in operands)
     call = jax.ffi.ffi_call(f"jax_gg_{spec.mode}", _types.result_type(shape, spec.out_dtype, varying))
     return call(
-        *operands,
+        *(_types.vary(x, varying) for x in operands),
         transpose_rhs=np.bool_(spec.transpose_rhs),
         precision=np.int32(spec.precision.value),
     )

@@ -16,7 +16,6 @@ import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jax_gg import _batching, _checks, _types

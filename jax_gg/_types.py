@@ -24,9 +24,8 @@ def vary(x: jax.Array, axes: Axes) -> jax.Array:
     missing = tuple(axes - varying_axes(x))
     if not missing:
         return x
-    if hasattr(jax.lax, "pcast"):
-        return jax.lax.pcast(x, missing, to="varying")
-    return jax.lax.pvary(x, missing)
+    lax: Any = jax.lax
+    return lax.pcast(x, missing, to="varying") if hasattr(lax, "pcast") else lax.pvary(x, missing)
 
 
 def result_type(shape: tuple[int, ...], dtype: np.dtype, varying: Axes) -> jax.ShapeDtypeStruct:
