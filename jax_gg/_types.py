@@ -33,11 +33,13 @@ def result_type(shape: tuple[int, ...], dtype: np.dtype, varying: Axes) -> jax.S
     if not varying:
         return jax.ShapeDtypeStruct(shape, dtype)
     make: Any = jax.ShapeDtypeStruct
+    # From 0.10 on, a type that varies over axes must also name the mesh that has them.
+    sharding = jax.NamedSharding(jax.sharding.get_abstract_mesh(), jax.P())
     try:
-        return make(shape, dtype, vma=varying)
+        return make(shape, dtype, sharding=sharding, vma=varying)
     except TypeError:  # JAX 0.12 and later
         manual_axis_type = type(jax.typeof(np.zeros(())).manual_axis_type)  # type: ignore[attr-defined]
-        return make(shape, dtype, manual_axis_type=manual_axis_type(varying=varying))
+        return make(shape, dtype, sharding=sharding, manual_axis_type=manual_axis_type(varying=varying))
 
 
 def psum_to_type_of(cotangent: jax.Array, primal_varying: Axes) -> jax.Array:
