@@ -16,6 +16,7 @@ import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jax_gg import _batching, _checks, _types
@@ -74,7 +75,7 @@ def gmm(
         num_groups=rhs.shape[0],
         precision=_checks.precision(precision),
     )
-    return _grouped(spec, lhs, rhs, sizes, _checks.group_offset(group_offset))
+    return _jitted(spec, lhs, rhs, sizes, _checks.group_offset(group_offset))
 
 
 def tgmm(
@@ -120,7 +121,7 @@ def tgmm(
         num_groups=_checks.num_groups(num_groups, sizes),
         precision=_checks.precision(precision),
     )
-    return _grouped(spec, lhs, rhs, sizes, _checks.group_offset(group_offset))
+    return _jitted(spec, lhs, rhs, sizes, _checks.group_offset(group_offset))
 
 
 def ragged_dot(
@@ -177,6 +178,11 @@ def _grouped(spec: Spec, lhs, rhs, group_sizes, group_offset):
     return _batching.grouped(spec, lhs[None], rhs[None], group_sizes[None], group_offset)[0]
 
 
+# Outside jit, one program instead of an operation at a time; and shard_map outside jit refuses a custom_vjp that has
+# symbolic zeros (NotImplementedError up to JAX 0.12), except in a program of its own.
+_jitted = jax.jit(lambda *args: _grouped(*args), static_argnums=0)
+
+
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class _Primal:
@@ -190,7 +196,10 @@ def _forward(spec, lhs, rhs, group_sizes, group_offset):
     # Arrives as CustomVJPPrimal, which tells whose gradient is wanted. An operand is kept only for the gradient of the
     # other one, so that nothing is stored or computed for a gradient that nobody asked for.
     types = [_Primal(x.value.dtype, _types.varying_axes(x.value)) for x in (lhs, rhs)]
-    kept = (rhs.value if lhs.perturbed else None, lhs.value if rhs.perturbed else None)
+    # Not None in its place: under jit, JAX takes the tree of the residuals from one differentiation to another that
+    # perturbs other operands (as those of a second derivative do).
+    unused = jnp.zeros((), jnp.bool_)
+    kept = (rhs.value if lhs.perturbed else unused, lhs.value if rhs.perturbed else unused)
     # The custom_vjp function itself, not what it wraps: the second derivative differentiates this line.
     out = _grouped(spec, lhs.value, rhs.value, group_sizes.value, group_offset.value)
     return out, (*kept, group_sizes.value, group_offset.value, *types)
@@ -208,15 +217,15 @@ def _backward(spec, residuals, dout):
 
     dlhs = drhs = None
     if spec.mode == "gmm":
-        if rhs is not None:
+        if rhs.ndim:
             dlhs = apply(dout, rhs, lhs_type, transpose_rhs=not spec.transpose_rhs)
-        if lhs is not None:
+        if lhs.ndim:
             a, b = (dout, lhs) if spec.transpose_rhs else (lhs, dout)
             drhs = apply(a, b, rhs_type, mode="tgmm", transpose_rhs=False)
     else:
-        if rhs is not None:
+        if rhs.ndim:
             dlhs = apply(rhs, dout, lhs_type, mode="gmm", transpose_rhs=True)
-        if lhs is not None:
+        if lhs.ndim:
             drhs = apply(lhs, dout, rhs_type, mode="gmm")
     return dlhs, drhs, None, None
 
