@@ -82,8 +82,7 @@ def check_all(operands: Operands, *, precision=None) -> None:
     poison(*outputs)
     out, dlhs, drhs = jax.block_until_ready(_three_directions(*args, *static))
     poison(*outputs)
-    with jax.disable_jit():
-        eager = _three_directions(*args, *static)
+    eager = _three_directions.__wrapped__(*args, *static)
     for x, y in zip((out, dlhs, drhs), eager, strict=True):
         np.testing.assert_array_equal(reference.f64(x), reference.f64(y), "eager and jitted")
 
