@@ -30,7 +30,8 @@ ffi::Unexpected<ffi::Error> Invalid(std::string message) {
 
 ffi::ErrorOr<GroupedProblem> MakeProblem(Mode mode, ffi::AnyBuffer lhs, ffi::AnyBuffer rhs,
                                          ffi::Buffer<ffi::S32> group_sizes, ffi::Buffer<ffi::S32> group_offset,
-                                         ffi::Result<ffi::AnyBuffer> out, bool transpose_rhs, int32_t precision) {
+                                         ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::Buffer<ffi::U8>> workspace,
+                                         bool transpose_rhs, int32_t precision) {
   // Python checks what users pass; this guards programs that call the target by other means, such as an exported
   // module edited by hand.
   const auto l = lhs.dimensions(), r = rhs.dimensions(), s = group_sizes.dimensions(), o = group_offset.dimensions(),
@@ -76,6 +77,10 @@ ffi::ErrorOr<GroupedProblem> MakeProblem(Mode mode, ffi::AnyBuffer lhs, ffi::Any
   const bool shapes_agree =
       r[r.size() - 2] == p.rhs_rows() && r[r.size() - 1] == p.rhs_cols() && d[d.size() - 2] == (gmm ? p.m : p.k);
   if (!batches_agree || !shapes_agree) return Invalid("jax_gg: operand shapes do not agree in " + p.ToString());
+  if (static_cast<int64_t>(workspace->element_count()) < GroupedProblem::WorkspaceBytes(p.batch, p.groups, p.weights)) {
+    return Invalid("jax_gg: workspace of " + std::to_string(workspace->element_count()) + " bytes is too small for " +
+                   p.ToString());
+  }
   if (std::string error = p.Check(); !error.empty()) return Invalid(std::move(error));
   return p;
 }

@@ -1,11 +1,15 @@
 // The Python module: FFI handlers as capsules, and the BLAS that the CPU backend calls.
 
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
 
 #include <cstring>
 
 #include "cpu/blas.h"
 #include "cpu/handlers.h"
+#include "cuda/handlers.h"
+#include "problem.h"
 
 namespace nb = nanobind;
 
@@ -42,10 +46,19 @@ NB_MODULE(_jax_gg, module) {
         nb::dict cpu;
         cpu["jax_gg_gmm"] = Handler(JaxGgCpuGmm);
         cpu["jax_gg_tgmm"] = Handler(JaxGgCpuTgmm);
+        nb::dict cuda;
+        cuda["jax_gg_gmm"] = Handler(JaxGgCudaGmm);
+        cuda["jax_gg_tgmm"] = Handler(JaxGgCudaTgmm);
         nb::dict all;
         all["cpu"] = cpu;
+        all["CUDA"] = cuda;
         return all;
       },
       nb::sig("def registrations() -> dict[str, dict[str, typing.Any]]"),
-      "FFI handlers of the backends in this build: platform -> target -> capsule.");
+      "FFI handlers: platform -> target -> capsule. Those of CUDA return an error in a build without it.");
+  module.def("cuda_built_for", &jax_gg::cuda::BuiltFor,
+             "What the CUDA kernels were compiled for; empty in a build without CUDA.");
+  module.def("cuda_kernels", &jax_gg::cuda::KernelNames, "One line for each CUDA kernel: operands and name.");
+  module.def("workspace_bytes", &jax_gg::GroupedProblem::WorkspaceBytes, nb::arg("batch"), nb::arg("groups"),
+             nb::arg("weights"), "Bytes of the workspace result that the handlers expect.");
 }

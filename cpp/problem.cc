@@ -3,7 +3,6 @@
 #include <sstream>
 
 namespace jax_gg {
-namespace {
 
 const char* Name(Dtype dtype) {
   switch (dtype) {
@@ -18,6 +17,8 @@ const char* Name(Dtype dtype) {
   }
   return "?";
 }
+
+namespace {
 
 // Whether `factors` multiply to a byte count that 64 bits hold.
 bool Addressable(std::initializer_list<int64_t> factors) {

@@ -28,7 +28,11 @@ enum class Dtype { kF16, kBF16, kF32, kF64 };
 // The order of jax.lax.Precision. It decides how f32 operands are multiplied where hardware offers a choice.
 enum class Precision : int32_t { kDefault = 0, kHigh = 1, kHighest = 2 };
 
-constexpr int64_t ByteWidth(Dtype dtype) { return dtype == Dtype::kF64 ? 8 : dtype == Dtype::kF32 ? 4 : 2; }
+JAX_GG_HOST_DEVICE constexpr int64_t ByteWidth(Dtype dtype) {
+  return dtype == Dtype::kF64 ? 8 : dtype == Dtype::kF32 ? 4 : 2;
+}
+
+const char* Name(Dtype dtype);
 
 struct GroupedProblem {
   Mode mode;
@@ -51,9 +55,16 @@ struct GroupedProblem {
   // Elements from one problem to the next; 0 where all problems share the operand.
   int64_t lhs_stride, rhs_stride, group_sizes_stride, group_offset_stride;
 
-  int64_t rhs_rows() const { return mode == Mode::kTgmm ? m : transpose_rhs ? n : k; }
-  int64_t rhs_cols() const { return mode == Mode::kGmm && transpose_rhs ? k : n; }
-  int64_t out_stride() const { return mode == Mode::kGmm ? m * n : weights * k * n; }
+  JAX_GG_HOST_DEVICE int64_t rhs_rows() const { return mode == Mode::kTgmm ? m : transpose_rhs ? n : k; }
+  JAX_GG_HOST_DEVICE int64_t rhs_cols() const { return mode == Mode::kGmm && transpose_rhs ? k : n; }
+  JAX_GG_HOST_DEVICE int64_t out_stride() const { return mode == Mode::kGmm ? m * n : weights * k * n; }
+
+  // Device memory that the arguments of the kernels may take: a header, and so much for each group and each weight.
+  static constexpr int64_t kWorkspaceHeaderBytes = 256, kWorkspaceBytesPerEntry = 48;
+  static int64_t WorkspaceBytes(int64_t batch, int64_t groups, int64_t weights) {
+    const int64_t entries = batch * (groups + 1 > weights ? groups + 1 : weights);
+    return kWorkspaceHeaderBytes + entries * kWorkspaceBytesPerEntry;
+  }
 
   // Empty when the invariants hold, otherwise one line that says which does not.
   std::string Check() const;

@@ -194,3 +194,10 @@ def precision(x: Any) -> jax.lax.Precision:
         return jax.lax.Precision(x)
     except ValueError as e:
         raise ValueError(_say("precision", repr(x), expected)) from e
+
+
+def kernel(x: Any) -> str:
+    """Returns the prefix of kernel names; None means any."""
+    if x is not None and not isinstance(x, str):
+        raise TypeError(_say("kernel", type(x).__name__, "None or the beginning of a kernel's name"))
+    return x or ""

@@ -32,6 +32,7 @@ def gmm(
     preferred_element_type: Any = None,
     group_offset: Any = None,
     precision: Any = None,
+    kernel: str | None = None,
 ) -> jax.Array:
     """Multiplies each group of rows of `lhs` by its own matrix of `rhs`.
 
@@ -55,7 +56,9 @@ def gmm(
         (float64 for float64 operands) and rounded once.
       group_offset: integer scalar, shape `()` or `(1,)`, traced or not: `rhs` holds the groups `group_offset` to
         `group_offset + g` of the G. Rows of all other groups are exactly zero in the result.
-      precision: as in `jax.lax.dot`; for float32 operands on a GPU, `HIGHEST` keeps full float32 accuracy.
+      precision: as in `jax.lax.dot`. For float32 operands on a GPU, the default rounds them to TF32 and `HIGH` and
+        `HIGHEST` keep full float32 accuracy.
+      kernel: on a GPU, choose only among kernels whose name starts so, such as `"sm80"`; for tests and benchmarks.
 
     Returns:
       `[m, n]`.
@@ -74,6 +77,7 @@ def gmm(
         transpose_rhs=bool(transpose_rhs),
         num_groups=rhs.shape[0],
         precision=_checks.precision(precision),
+        kernel=_checks.kernel(kernel),
     )
     return _jitted(spec, lhs, rhs, sizes, _checks.group_offset(group_offset))
 
@@ -87,6 +91,7 @@ def tgmm(
     group_offset: Any = None,
     num_groups: int | None = None,
     precision: Any = None,
+    kernel: str | None = None,
 ) -> jax.Array:
     """Sums, for each group of rows, the outer products of the rows of `lhs` and `rhs`.
 
@@ -104,7 +109,9 @@ def tgmm(
       group_offset: integer scalar, shape `()` or `(1,)`, traced or not: the group that the first matrix of the result
         belongs to; by default 0. A matrix of a group outside `[0, G)` is exactly zero.
       num_groups: g, the number of matrices in the result; by default G.
-      precision: as in `jax.lax.dot`; for float32 operands on a GPU, `HIGHEST` keeps full float32 accuracy.
+      precision: as in `jax.lax.dot`. For float32 operands on a GPU, the default rounds them to TF32 and `HIGH` and
+        `HIGHEST` keep full float32 accuracy.
+      kernel: on a GPU, choose only among kernels whose name starts so, such as `"sm80"`; for tests and benchmarks.
 
     Returns:
       `[g, k, n]`.
@@ -120,6 +127,7 @@ def tgmm(
         out_dtype=_checks.result_dtype(preferred_element_type, lhs.dtype),
         num_groups=_checks.num_groups(num_groups, sizes),
         precision=_checks.precision(precision),
+        kernel=_checks.kernel(kernel),
     )
     return _jitted(spec, lhs, rhs, sizes, _checks.group_offset(group_offset))
 

@@ -16,6 +16,7 @@ class Spec:
       transpose_rhs: `gmm` only: `rhs` is `[g, n, k]`.
       num_groups: `tgmm` only: g of the result.
       precision: how f32 operands are multiplied where hardware offers a choice.
+      kernel: only kernels whose name starts so may serve a call on a GPU; empty for all.
     """
 
     mode: str
@@ -23,3 +24,4 @@ class Spec:
     transpose_rhs: bool = False
     num_groups: int = 0
     precision: jax.lax.Precision = jax.lax.Precision.DEFAULT
+    kernel: str = ""

@@ -14,10 +14,10 @@ namespace ffi = xla::ffi;
 
 template <Mode mode>
 ffi::Error Run(ffi::ThreadPool pool, ffi::AnyBuffer lhs, ffi::AnyBuffer rhs, ffi::Buffer<ffi::S32> group_sizes,
-               ffi::Buffer<ffi::S32> group_offset, ffi::Result<ffi::AnyBuffer> out, bool transpose_rhs,
-               int32_t precision) {
+               ffi::Buffer<ffi::S32> group_offset, ffi::Result<ffi::AnyBuffer> out,
+               ffi::Result<ffi::Buffer<ffi::U8>> workspace, bool transpose_rhs, int32_t precision, std::string_view) {
   ffi::ErrorOr<GroupedProblem> problem =
-      MakeProblem(mode, lhs, rhs, group_sizes, group_offset, out, transpose_rhs, precision);
+      MakeProblem(mode, lhs, rhs, group_sizes, group_offset, out, workspace, transpose_rhs, precision);
   if (problem.has_error()) return problem.error();
   const Executor executor{[&pool](std::function<void()> task) { pool.Schedule(std::move(task)); }, pool.num_threads()};
   try {
