@@ -15,7 +15,7 @@ class Cpu:
 @functools.cache
 def _without_gpu() -> str:
     """Why nothing can run on a GPU here; empty when it can."""
-    if "CUDA" not in _jax_gg.registrations():
+    if not _jax_gg.cuda_built_for():
         return "this build of jax_gg has no CUDA kernels"
     try:
         jax.devices("gpu")

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import jax_gg
+from jax_gg import _jax_gg
 
 LHS, RHS, SIZES = np.zeros((6, 4), np.float32), np.zeros((3, 4, 5), np.float32), np.array([1, 2, 3])
 DTYPES = "float16, bfloat16, float32 or float64"
@@ -270,15 +271,17 @@ class TestSeam:
             sizes=((1, 3), np.int32),
             offset=((1,), np.int32),
             out=((1, 6, 5), np.float32),
+            workspace=((_jax_gg.workspace_bytes(1, 3, 3),), np.uint8),
         )
     )
 
     def call(self, target="jax_gg_gmm", transpose_rhs=False, **changes):
         operands = {**self.GOOD, **changes}
-        out = jax.ShapeDtypeStruct(*operands.pop("out"))
+        results = [jax.ShapeDtypeStruct(*operands.pop(name)) for name in ("out", "workspace")]
         args = [jnp.zeros(*x) for x in operands.values()]
-        attributes = {"transpose_rhs": np.bool_(transpose_rhs), "precision": np.int32(0)}
-        return jax.block_until_ready(jax.ffi.ffi_call(target, out)(*args, **attributes))
+        attributes = {"transpose_rhs": np.bool_(transpose_rhs), "precision": np.int32(0), "kernel": ""}
+        out, _ = jax.block_until_ready(jax.ffi.ffi_call(target, results)(*args, **attributes))
+        return out
 
     def test_good(self):
         assert not self.call().any()
@@ -302,6 +305,7 @@ class TestSeam:
             ({"out": ((2, 6, 5), np.float32), "sizes": ((3, 3), np.int32)}, "shapes do not agree"),
             ({"out": ((2, 6, 5), np.float32), "offset": ((3,), np.int32)}, "shapes do not agree"),
             ({"target": "jax_gg_tgmm"}, "operand of the wrong rank"),
+            ({"workspace": ((100,), np.uint8)}, "workspace of 100 bytes is too small for gmm(m=6, k=4"),
             ({"sizes": ((1, 3), np.float32)}, "dtype"),
         ],
     )

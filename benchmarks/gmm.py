@@ -1,0 +1,295 @@
+"""Times grouped matmuls on a GPU beside their peers and their limits.
+
+    python benchmarks/gmm.py --out results.jsonl --plot results.png
+    python benchmarks/gmm.py --shapes grin-8x1k --impls jax_gg jax_gg:sm80_128x128
+
+Shapes are those of published models (`BENCHMARKS` in tests/problems.py), operands bf16 and random. Directions: `fwd`,
+`[m, k] x [g, k, n]`; `dlhs`, `[m, n] x [g, k, n]^T`; `drhs`, `[m, k]^T x [m, n] -> [g, k, n]`.
+
+Everything that is compared runs in one process, round after round in a shuffled order, because a GPU under load lowers
+its clock: the median of the rounds compares like with like. Kernel time only: of JAX through CUPTI, all kernels of the
+call added up; of torch from CUDA events around a graph of several calls. `dense` is one matmul of the same flops,
+`copy` reads as many bytes as the operands have and writes as many as the result.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import pathlib
+import statistics
+import subprocess
+import sys
+
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch needs memory beside jax
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+sys.path.append(str(ROOT / "tests"))
+
+import problems  # noqa: E402
+
+import jax_gg  # noqa: E402
+from jax_gg import _jax_gg  # noqa: E402
+
+DIRECTIONS = ("fwd", "dlhs", "drhs")
+IMPLS = ("jax_gg", "torch", "ragged_dot", "dense", "copy")
+RAGGED_DOT_BYTES = 40e9  # of its dense temporary, [g, m, max(k, n)]: beyond, it is left out
+CALLS = 5  # in a row, for each sample
+
+
+def problem_bytes(problem, direction):
+    """Read and written, each once; of rhs only the matrices of groups that have rows."""
+    m, k, n = problem.m, problem.k, problem.n
+    weights = sum(size > 0 for size in problem.sizes) if direction != "drhs" else problem.g
+    parts = {"fwd": (m * k + weights * k * n, m * n), "dlhs": (m * n + weights * k * n, m * k)}
+    parts["drhs"] = (m * k + m * n, weights * k * n)
+    return tuple(2 * elements for elements in parts[direction])
+
+
+def make_operands(problem, direction, key):
+    """lhs, rhs and sizes as jax_gg takes them."""
+    shapes = {
+        "fwd": ((problem.m, problem.k), (problem.g, problem.k, problem.n)),
+        "dlhs": ((problem.m, problem.n), (problem.g, problem.k, problem.n)),
+        "drhs": ((problem.m, problem.k), (problem.m, problem.n)),
+    }[direction]
+    keys = jax.random.split(key)
+    lhs, rhs = (
+        jax.jit(lambda k, s=s: jax.random.normal(k, s, jnp.bfloat16))(k) for k, s in zip(keys, shapes, strict=True)
+    )
+    return lhs, rhs, jnp.array(problem.sizes, jnp.int32)
+
+
+def jax_call(direction, kernel=None):
+    if direction == "drhs":
+        return jax.jit(lambda lhs, rhs, sizes: jax_gg.tgmm(lhs, rhs, sizes, kernel=kernel))
+    return jax.jit(
+        lambda lhs, rhs, sizes: jax_gg.gmm(lhs, rhs, sizes, transpose_rhs=direction == "dlhs", kernel=kernel)
+    )
+
+
+def ragged_dot_call(direction):
+    rows, contracted = {"fwd": ([0], ([1], [1])), "dlhs": ([0], ([1], [2])), "drhs": ([0], ([0], [0]))}[direction]
+    numbers = jax.lax.RaggedDotDimensionNumbers(
+        dot_dimension_numbers=(contracted, ([], [])),
+        lhs_ragged_dimensions=rows,
+        rhs_group_dimensions=[] if direction == "drhs" else [0],
+    )
+    return jax.jit(lambda lhs, rhs, sizes: jax.lax.ragged_dot_general(lhs, rhs, sizes, numbers))
+
+
+def samples_of_jax(call, args):
+    """A function that gives the time of each of some calls, in us, as the list of their kernels' names and times."""
+    from jax.experimental.mosaic.gpu import profiler
+
+    measured = profiler.measure(call, aggregate=False, iterations=CALLS)
+
+    def samples():
+        _, timings = measured(*args)
+        return [[(name, 1e3 * ms) for name, ms in one] for one in timings]
+
+    return samples
+
+
+def samples_of_torch(problem, direction, args):
+    import torch
+
+    lhs, rhs = (torch.from_dlpack(x) for x in args[:2])
+    ends = torch.cumsum(torch.from_dlpack(args[2]), 0, dtype=torch.int32)
+    if direction == "dlhs":
+        rhs = rhs.transpose(1, 2)
+    if direction == "drhs":
+        lhs = lhs.t()
+
+    def call():
+        return torch._grouped_mm(lhs, rhs, offs=ends, out_dtype=torch.bfloat16)
+
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(CALLS):
+            call()
+    graph.replay()
+    torch.cuda.synchronize()
+
+    def samples():
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        graph.replay()  # warm, as the calls of the others are
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        return [[("torch", 1e3 * begin.elapsed_time(end) / CALLS)]]
+
+    return samples
+
+
+def samples_of(impl, problem, direction, args, key):
+    name, _, kernel = impl.partition(":")
+    if name == "jax_gg":
+        return samples_of_jax(jax_call(direction, kernel), args)
+    if name == "torch":
+        return samples_of_torch(problem, direction, args)
+    if name == "ragged_dot":
+        if 2 * problem.g * problem.m * max(problem.k, problem.n) > RAGGED_DOT_BYTES:
+            return None
+        return samples_of_jax(ragged_dot_call(direction), args)
+    if name == "dense":
+        m, k, n = {"fwd": (0, 1, 2), "dlhs": (0, 2, 1), "drhs": (1, 0, 2)}[direction]
+        dims = (problem.m, problem.k, problem.n)
+        shapes = (dims[m], dims[k]), (dims[k], dims[n])
+        ab = [jax.random.normal(k, s, jnp.bfloat16) for k, s in zip(jax.random.split(key), shapes, strict=True)]
+        return samples_of_jax(jax.jit(jnp.matmul), ab)
+    if name == "copy":
+        read, written = problem_bytes(problem, direction)
+        x = jax.random.bits(key, ((read + written) // 8,), jnp.uint32)
+        return samples_of_jax(jax.jit(lambda x: x + jnp.uint32(1)), (x,))
+    raise ValueError(f"impls: got {impl}, expected one of {', '.join(IMPLS)}, or jax_gg:KERNEL")
+
+
+def measure(problem, direction, impls, rounds, rng):
+    """Yields `{impl, shape, direction, us, tflops, ...}`."""
+    key = jax.random.key(int(rng.integers(2**31)))
+    args = make_operands(problem, direction, key)
+    samples, times = {}, {}
+    for impl in impls:
+        try:
+            sampler = samples_of(impl, problem, direction, args, key)
+        except Exception as error:
+            print(f"{impl} {problem} {direction}: {str(error).splitlines()[0][:150]}", file=sys.stderr)
+            continue
+        if sampler is not None:
+            samples[impl], times[impl] = sampler, []
+    for _ in range(rounds):
+        for impl in rng.permutation(sorted(samples)):
+            try:
+                times[impl] += samples[impl]()
+            except Exception as error:
+                print(f"{impl} {problem} {direction}: {str(error).splitlines()[0][:150]}", file=sys.stderr)
+    for impl, calls in times.items():
+        if not calls:
+            continue
+        us = statistics.median(sum(t for _, t in call) for call in calls)
+        row = {"impl": impl, "shape": problem.name, "direction": direction, "us": round(us, 2)}
+        if impl == "copy":
+            row["tbytes_per_s"] = round(sum(problem_bytes(problem, direction)) / us / 1e6, 3)
+        else:
+            row["tflops"] = round(problem.flops / us / 1e6, 1)
+        fills = [sum(t for name, t in call if "FillKernel" in name) for call in calls]
+        if any(fills):
+            row["fill_us"] = round(statistics.median(fills), 2)
+        yield row
+
+
+def metadata():
+    def output(*command):
+        result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        return result.stdout.strip().splitlines()[0] if result.returncode == 0 and result.stdout.strip() else None
+
+    gpu = output("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader") or "unknown, unknown"
+    name, _, driver = gpu.partition(", ")
+    meta = {
+        "gpu": name,
+        "driver": driver,
+        "cuda": _jax_gg.cuda_built_for(),
+        "jax": jax.__version__,
+        "jax_gg": jax_gg.__version__,
+        "commit": os.environ.get("JAX_GG_COMMIT") or output("git", "rev-parse", "--short", "HEAD"),
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+    }
+    try:
+        import torch
+
+        meta["torch"] = torch.__version__
+    except ImportError:
+        pass
+    return meta
+
+
+def table(rows, impls):
+    """Rows of text: us of each impl, the best of each line against its limit."""
+    lines = [f"{'shape':20} {'':5}" + "".join(f"{impl[-17:]:>18}" for impl in impls)]
+    by_key = {(r["shape"], r["direction"], r["impl"]): r for r in rows}
+    for shape, direction in dict.fromkeys((r["shape"], r["direction"]) for r in rows):
+        line = f"{shape:20} {direction:5}"
+        for impl in impls:
+            row = by_key.get((shape, direction, impl))
+            text = "" if row is None else f"{row['us']:.0f} us, {row.get('tflops', row.get('tbytes_per_s', 0)):.4g}"
+            line += f"{text:>18}"
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def plot(rows, meta, path):
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    shapes = list(dict.fromkeys(r["shape"] for r in rows))
+    impls = [i for i in dict.fromkeys(r["impl"] for r in rows) if i != "copy"]
+    fig, axes = plt.subplots(len(DIRECTIONS), 1, figsize=(12, 10), sharex=True, layout="constrained")
+    for ax, direction in zip(axes, DIRECTIONS, strict=True):
+        for i, impl in enumerate(impls):
+            at = {r["shape"]: r["tflops"] for r in rows if (r["impl"], r["direction"]) == (impl, direction)}
+            x = np.arange(len(shapes)) + (i - (len(impls) - 1) / 2) * 0.8 / len(impls)
+            ax.bar(x, [at.get(s, 0) for s in shapes], 0.8 / len(impls), label=impl)
+        for s, shape in enumerate(shapes):
+            limit = [r for r in rows if (r["shape"], r["direction"], r["impl"]) == (shape, direction, "copy")]
+            flops = next(p.flops for p in problems.BENCHMARKS if p.name == shape)
+            if limit:
+                y = flops / limit[0]["us"] / 1e6
+                ax.plot([s - 0.45, s + 0.45], [y, y], "k--", lw=1, label="copy rate" if s == 0 else None)
+        ax.set(ylabel=f"{direction}, TFLOP/s", ylim=(0, 900))
+        ax.set_xticks(np.arange(len(shapes)), shapes, rotation=20, ha="right")
+    axes[0].legend(ncols=6, fontsize="small")
+    fig.suptitle(f"Grouped matmul in bf16 on {meta['gpu']} (higher is better; dashed: all bytes at the rate of a copy)")
+    fig.savefig(path, dpi=90)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = [p.name for p in problems.BENCHMARKS]
+    parser.add_argument("--shapes", nargs="+", choices=names, default=names, metavar="SHAPE")
+    parser.add_argument("--directions", nargs="+", choices=DIRECTIONS, default=DIRECTIONS)
+    parser.add_argument("--impls", nargs="+", default=IMPLS, help="jax_gg:PREFIX forces kernels whose name starts so")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seed", type=int, default=None)
+    parser.add_argument("--out", type=pathlib.Path, help="JSON lines: meta, then one object a measurement")
+    parser.add_argument("--plot", type=pathlib.Path, help="PNG")
+    parser.add_argument("--plot-only", type=pathlib.Path, metavar="JSONL", help="draw these results, measure nothing")
+    args = parser.parse_args()
+    if args.plot_only:
+        meta, *rows = map(json.loads, args.plot_only.read_text().splitlines())
+        plot(rows, meta["meta"], args.plot or args.plot_only.with_suffix(".png"))
+        return
+    if jax.default_backend() != "gpu":
+        raise SystemExit("benchmarks/gmm.py: found no GPU, expected one that JAX sees")
+    if not _jax_gg.cuda_built_for():
+        raise SystemExit("benchmarks/gmm.py: this build of jax_gg has no CUDA kernels")
+    rng = np.random.default_rng(args.seed)
+    meta, rows = metadata(), []
+    if args.out:
+        args.out.write_text(json.dumps({"meta": meta}) + "\n")
+    for problem in problems.BENCHMARKS:
+        for direction in args.directions:
+            if problem.name not in args.shapes:
+                continue
+            new = list(measure(problem, direction, args.impls, args.rounds, rng))
+            rows += new
+            print(table(new, args.impls).splitlines()[-1], file=sys.stderr, flush=True)
+            if args.out:
+                with args.out.open("a") as f:
+                    f.writelines(json.dumps(row) + "\n" for row in new)
+    print(table(rows, args.impls))
+    if args.plot:
+        plot(rows, meta, args.plot)
+
+
+if __name__ == "__main__":
+    main()
