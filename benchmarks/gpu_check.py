@@ -27,8 +27,6 @@ def parts(out: pathlib.Path, jobs: int) -> dict[str, dict[str, list[str]]]:
         "9",
         "--kernel-regex",
         "kns=jax_gg",
-        "--target-processes",
-        "all",
     ]
     return {
         "tests": {"tests": [python, *PYTEST, "-n", str(jobs), "tests"]},
