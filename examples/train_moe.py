@@ -21,11 +21,12 @@ import sys
 import sysconfig
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import matplotlib
+import matplotlib.figure
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
@@ -59,9 +60,6 @@ class Config:
     balance: float = 0.01
 
 
-# --- Text -------------------------------------------------------------------------------------------------------------
-
-
 def read_text() -> tuple[np.ndarray, np.ndarray]:
     """The bytes to train on and those held out, from different files."""
     root = pathlib.Path(sysconfig.get_path("stdlib"))
@@ -71,19 +69,16 @@ def read_text() -> tuple[np.ndarray, np.ndarray]:
         names += [pathlib.Path(folder, f).relative_to(root).as_posix() for f in files if f.endswith(".py")]
     # By checksum: a shuffle that is the same everywhere, so that neither part is the names from a to c.
     names.sort(key=lambda name: (zlib.crc32(name.encode()), name))
-    remaining = iter(names)
-    # Each byte but the first is predicted, hence one more.
-    held_out = _read(root, remaining, HELD_OUT_BYTES + 1)
-    return _read(root, remaining, TRAIN_BYTES), held_out
 
-
-def _read(root: pathlib.Path, names: Iterator[str], size: int) -> np.ndarray:
-    text = bytearray()
-    for name in names:
-        text += (root / name).read_bytes()
-        if len(text) >= size:
-            return np.frombuffer(bytes(text[:size]), np.uint8)
-    raise SystemExit(f"train_moe: {root} holds too little Python source to train on")
+    parts = []
+    for size in (HELD_OUT_BYTES + 1, TRAIN_BYTES):  # each byte but the first is predicted, hence one more
+        text = bytearray()
+        while names and len(text) < size:
+            text += (root / names.pop()).read_bytes()
+        parts.append(np.frombuffer(bytes(text[:size]), np.uint8))
+    if parts[0].size <= HELD_OUT_BYTES or parts[1].size < HELD_OUT_BYTES:
+        raise SystemExit(f"train_moe: error: {root} holds too little Python source to train on")
+    return parts[1], parts[0]
 
 
 def ngram_bits(train: np.ndarray, held_out: np.ndarray) -> tuple[float, float]:
@@ -95,9 +90,6 @@ def ngram_bits(train: np.ndarray, held_out: np.ndarray) -> tuple[float, float]:
     bigram = (pairs + unigram) / (pairs.sum(axis=1, keepdims=True) + 1)
     before, after = held_out[:-1], held_out[1:]
     return -np.log2(unigram[after]).mean(), -np.log2(bigram[before, after]).mean()
-
-
-# --- Model ------------------------------------------------------------------------------------------------------------
 
 
 class Experts(nnx.Module):
@@ -136,41 +128,33 @@ class Experts(nnx.Module):
         return out, load, e * jnp.sum(load * probabilities.mean(axis=0))
 
 
-class Attention(nnx.Module):
-    """Causal self-attention with rotary positions."""
+class Block(nnx.Module):
+    """Causal self-attention with rotary positions, then the experts."""
 
-    def __init__(self, config: Config, rngs: nnx.Rngs):
+    def __init__(self, config: Config, matmul: Callable, rngs: nnx.Rngs):
         self.heads = config.heads
+        self.norm1 = nnx.RMSNorm(config.dim, rngs=rngs)
         self.qkv = nnx.Linear(config.dim, 3 * config.dim, use_bias=False, rngs=rngs)
         self.out = nnx.Linear(config.dim, config.dim, use_bias=False, rngs=rngs)
+        self.norm2 = nnx.RMSNorm(config.dim, rngs=rngs)
+        self.experts = Experts(config, matmul, rngs)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         b, t, d = x.shape
-        q, k, v = jnp.split(self.qkv(x).reshape(b, t, 3 * self.heads, -1), 3, axis=2)
-        out = jax.nn.dot_product_attention(_rotate(q), _rotate(k), v, is_causal=True)
-        return self.out(out.reshape(b, t, d))
+        q, k, v = jnp.split(self.qkv(self.norm1(x)).reshape(b, t, 3 * self.heads, -1), 3, axis=2)
+        attended = jax.nn.dot_product_attention(_rotate(q), _rotate(k), v, is_causal=True)
+        x = x + self.out(attended.reshape(b, t, d))
+        out, load, balance = self.experts(self.norm2(x).reshape(b * t, d))
+        return x + out.reshape(b, t, d), load, balance
 
 
 def _rotate(x: jax.Array) -> jax.Array:
     """Turns each pair of features of `[b, t, heads, features]` by an angle proportional to its position t."""
     half = x.shape[-1] // 2
-    frequencies = 10_000.0 ** (-np.arange(half) / half)
-    angles = np.arange(x.shape[1])[:, None] * frequencies
+    angles = np.arange(x.shape[1])[:, None] * 10_000.0 ** (-np.arange(half) / half)
     cos, sin = (jnp.asarray(f(angles), x.dtype)[None, :, None] for f in (np.cos, np.sin))
     a, b = x[..., :half], x[..., half:]
     return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)
-
-
-class Block(nnx.Module):
-    def __init__(self, config: Config, matmul: Callable, rngs: nnx.Rngs):
-        self.norms = nnx.List(nnx.RMSNorm(config.dim, rngs=rngs) for _ in range(2))
-        self.attention = Attention(config, rngs)
-        self.experts = Experts(config, matmul, rngs)
-
-    def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        x = x + self.attention(self.norms[0](x))
-        out, load, balance = self.experts(self.norms[1](x).reshape(-1, x.shape[-1]))
-        return x + out.reshape(x.shape), load, balance
 
 
 class Transformer(nnx.Module):
@@ -190,9 +174,6 @@ class Transformer(nnx.Module):
             loads.append(load)
             balances.append(balance)
         return self.head(self.norm(x)), jnp.stack(loads), jnp.stack(balances).mean()
-
-
-# --- Steps ------------------------------------------------------------------------------------------------------------
 
 
 def _bits(model: Transformer, windows: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
@@ -243,10 +224,8 @@ def _complete(model: Transformer, window: jax.Array, begin: jax.Array, key: jax.
 def sample(config: Config, model: Transformer, prompt: bytes, temperature: float = 0.7) -> str:
     window = jnp.asarray(np.frombuffer(prompt.ljust(config.context), np.uint8), jnp.int32)
     text = _complete(model, window, len(prompt), jax.random.key(config.seed), temperature)
-    return bytes(np.asarray(text, np.uint8)).decode(errors="replace")
-
-
-# --- Run --------------------------------------------------------------------------------------------------------------
+    # Any byte can come out, and not every terminal can show it.
+    return "".join(chr(byte) if byte == 10 or 32 <= byte < 127 else "?" for byte in np.asarray(text))
 
 
 class Run:
@@ -256,24 +235,21 @@ class Run:
         self.config = config
         self.step = 0
         self.model = Transformer(config, matmul)
-        rate = optax.warmup_cosine_decay_schedule(
-            0, config.learning_rate, config.steps // 10, config.steps + 1, config.learning_rate / 20
-        )
+        peak, steps = config.learning_rate, config.steps
+        rate = optax.warmup_cosine_decay_schedule(0, peak, steps // 10, steps + 1, peak / 20)
         self.optimizer = nnx.Optimizer(self.model, optax.adamw(rate, b2=0.99, weight_decay=0.01), wrt=nnx.Param)
-        # NaN where there is nothing yet; arrays of a fixed size are restored without asking for their shape.
-        self.bits = np.full(config.steps, np.nan, np.float32)
-        self.held_out = np.full(config.steps, np.nan, np.float32)
-        self.loads = np.full((config.steps, config.layers, config.experts), np.nan, np.float32)
+        # NaN where there is nothing yet.
+        self.bits = np.full(steps, np.nan, np.float32)
+        self.held_out = np.full(steps, np.nan, np.float32)
+        self.loads = np.full((steps, config.layers, config.experts), np.nan, np.float32)
 
     def state(self) -> dict:
         arrays = {"model": nnx.state(self.model), "optimizer": nnx.state(self.optimizer)}
         return arrays | {"bits": self.bits, "held_out": self.held_out, "loads": self.loads}
 
     def save(self, checkpoints: ocp.CheckpointManager):
-        args = ocp.args.Composite(
-            state=ocp.args.StandardSave(self.state()), config=ocp.args.JsonSave(dataclasses.asdict(self.config))
-        )
-        checkpoints.save(self.step, args=args)
+        config = ocp.args.JsonSave(dataclasses.asdict(self.config))
+        checkpoints.save(self.step, args=ocp.args.Composite(config=config, state=ocp.args.StandardSave(self.state())))
 
     def restore(self, checkpoints: ocp.CheckpointManager):
         self.step = checkpoints.latest_step()
@@ -284,65 +260,54 @@ class Run:
         self.bits, self.held_out, self.loads = (np.array(state[name]) for name in ("bits", "held_out", "loads"))
 
     def train(self, checkpoints: ocp.CheckpointManager, train: np.ndarray, held_out: np.ndarray) -> float:
-        """Takes the remaining steps; returns the tokens a second of the median step."""
-        config = self.config
-        text = jnp.asarray(train)
+        """Takes the steps that remain; returns the tokens a second of the median step, 0 without any."""
+        config, text = self.config, jnp.asarray(train)
         every = min(50, -(-config.steps // 4))
-        seconds = []
+        rates = []
         with tqdm.tqdm(total=config.steps, initial=self.step, unit="step", dynamic_ncols=True) as bar:
             while self.step < config.steps:
                 start = time.perf_counter()
                 bits, loads = train_step(config, self.model, self.optimizer, text, jnp.int32(self.step))
                 self.bits[self.step], self.loads[self.step] = jax.device_get((bits, loads))
-                seconds.append(time.perf_counter() - start)
+                rates.append(config.batch * config.context / (time.perf_counter() - start))
                 self.step += 1
                 if self.step % every == 0 or self.step == config.steps:
                     self.held_out[self.step - 1] = held_out_bits(config, self.model, held_out)
                     self.save(checkpoints)
-                rate = config.batch * config.context / np.median(seconds[-20:])
-                bar.set_postfix_str(f"loss {float(bits):.2f} bits/byte, {rate:,.0f} tokens/s", refresh=False)
+                bar.set_postfix_str(f"loss {float(bits):.2f} bits/byte, {np.median(rates[-9:]):,.0f} tokens/s", False)
                 bar.update()
-        return config.batch * config.context / np.median(seconds) if seconds else np.nan
+        return float(np.median(rates)) if rates else 0.0
 
 
 def plot(run: Run, unigram: float, bigram: float, path: pathlib.Path):
     """The loss on the left; on the right, layer by layer, how the experts share the load."""
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt  # after the choice of a backend that needs no display
-
-    config, steps = run.config, np.arange(1, run.config.steps + 1)
-    figure = plt.figure(figsize=(11, 4.5), layout="constrained")
+    steps = np.arange(1, run.config.steps + 1)
+    figure = matplotlib.figure.Figure(figsize=(10, 4), layout="constrained")  # needs no display
     left, right = figure.subfigures(1, 2)
     axes = left.subplots()
-    axes.plot(steps, run.bits, color="C0", alpha=0.6, linewidth=1, label="training")
+    axes.plot(steps, run.bits, alpha=0.6, linewidth=1, label="training")
     measured = ~np.isnan(run.held_out)
     axes.plot(steps[measured], run.held_out[measured], "o-", color="C3", markersize=4, label="held out")
-    for bits, name, style in ((unigram, "unigram", ":"), (bigram, "bigram", "--")):
-        axes.axhline(bits, color="black", linestyle=style, linewidth=1, label=f"{name}, held out")
+    axes.axhline(unigram, color="black", linestyle=":", linewidth=1, label="unigram model, held out")
+    axes.axhline(bigram, color="black", linestyle="--", linewidth=1, label="bigram model, held out")
     axes.set(xlabel="step", ylabel="bits a byte", title="Loss", ylim=(0, 8))
     axes.legend()
 
-    # A mean over neighbouring steps: one batch is noisy.
-    width = max(1, config.steps // 50)
-    starts = np.arange(0, config.steps, width)
-    loads = np.add.reduceat(run.loads, starts) / np.diff(starts, append=config.steps)[:, None, None]
-    middles = steps[starts] + (width - 1) / 2
-    colors = plt.get_cmap("viridis")(np.linspace(0.1, 1, config.experts))
-    right.suptitle("Load of the experts")
-    for layer, axes in enumerate(np.atleast_1d(right.subplots(config.layers, 1, sharex=True))):
-        axes.stackplot(middles, loads[:, layer].T, colors=colors, edgecolor="white", linewidth=0.3)
+    # Means over neighbouring steps: one batch is noisy.
+    starts = np.arange(0, steps.size, max(1, steps.size // 50))
+    ends = np.append(starts[1:], steps.size)
+    loads = np.add.reduceat(run.loads, starts) / (ends - starts)[:, None, None]
+    colors = matplotlib.colormaps["viridis"](np.linspace(0.1, 1, run.config.experts))
+    right.suptitle("Load of the experts (numbered at the right)", fontsize=12)
+    for layer, axes in enumerate(right.subplots(run.config.layers, sharex=True, squeeze=False)[:, 0]):
+        axes.stackplot((starts + 1 + ends) / 2, loads[:, layer].T, colors=colors, edgecolor="white", linewidth=0.3)
         axes.set(ylim=(0, 1), ylabel=f"layer {layer + 1}", yticks=(0, 0.5, 1), yticklabels=("0", "50%", "100%"))
         axes.margins(x=0)
-        for expert, top in enumerate(np.cumsum(loads[-1, layer])):
-            if loads[-1, layer, expert] > 0.04:
-                at = (1.01, top - loads[-1, layer, expert] / 2)
-                axes.annotate(str(expert), at, xycoords="axes fraction", fontsize=7, va="center")
-    axes.set_xlabel("step (right margin: the expert)")
+        for expert, (top, load) in enumerate(zip(loads[-1, layer].cumsum(), loads[-1, layer], strict=True)):
+            if load > 0.05:
+                axes.text(1.01, top - load / 2, expert, transform=axes.transAxes, fontsize=7, va="center")
+    axes.set_xlabel("step")
     figure.savefig(path, dpi=100)
-    plt.close(figure)
-
-
-# --- Command line -----------------------------------------------------------------------------------------------------
 
 
 class Parser(argparse.ArgumentParser):
@@ -352,48 +317,48 @@ class Parser(argparse.ArgumentParser):
 
 def _integer(low: int, high: int) -> Callable[[str], int]:
     def parse(text: str) -> int:
-        if not text.lstrip("-").isdecimal() or not low <= int(text) <= high:
+        if not text.isdecimal() or not low <= int(text) <= high:
             raise argparse.ArgumentTypeError(f"got {text}, expected an integer from {low} to {high}")
         return int(text)
 
     return parse
 
 
-def parse_arguments(argv: list[str] | None) -> tuple[argparse.Namespace, Parser]:
-    parser = Parser(prog="train_moe", description="Trains a small mixture-of-experts transformer on Python source.")
+def make_parser() -> Parser:
     ours = Config()
-    # Without a default here: on --resume, what is not given is what the checkpoint says.
+    parser = Parser("train_moe", description="Trains a small mixture-of-experts transformer on Python source.")
+    # Without a default here: what --resume is not given, the checkpoint says.
     parser.add_argument("--steps", type=_integer(1, 10**7), help=f"length of the training ({ours.steps})")
     parser.add_argument("--experts", type=_integer(1, 4096), help=f"experts in each layer ({ours.experts})")
     parser.add_argument("--seed", type=_integer(0, 2**31 - 1), help=f"of weights, data order, sample ({ours.seed})")
     parser.add_argument("--resume", action="store_true", help="continue the run in --out from its last checkpoint")
-    parser.add_argument("--out", type=pathlib.Path, default="train_moe_out", help="folder (%(default)s)")
+    parser.add_argument("--out", type=pathlib.Path, default="train_moe_out", help="folder of the run (%(default)s)")
     parser.add_argument("--matmul", choices=MATMULS, default="gmm", help="what multiplies the experts (%(default)s)")
-    return parser.parse_args(argv), parser
+    return parser
 
 
 def configure(args: argparse.Namespace, checkpoints: ocp.CheckpointManager) -> Config:
-    """The configuration of the run that the arguments ask for; ValueError if that is not the one in the checkpoint."""
+    """The configuration that the arguments ask for; ValueError if the checkpoint that is there forbids it."""
     given = {name: value for name in ("steps", "experts", "seed") if (value := getattr(args, name)) is not None}
-    config = Config(**given)
     step = checkpoints.latest_step()
     if step is None:
         if args.resume:
             raise ValueError(f"--resume: no checkpoint in {args.out}")
-        return config
+        return Config(**given)
     saved = checkpoints.restore(step, args=ocp.args.Composite(config=ocp.args.JsonRestore()))["config"]
     if not args.resume:
         if step < saved["steps"]:
             raise ValueError(f"{args.out} holds a run stopped at step {step}: pass --resume, or another --out")
-        return config
-    for name, value in dataclasses.asdict(Config(**saved | given)).items():
-        if value != saved.get(name):
-            raise ValueError(f"--resume: the checkpoint in {args.out} has --{name} {saved.get(name)}, got {value}")
+        return Config(**given)
+    for name, value in given.items():
+        if value != saved[name]:
+            raise ValueError(f"--resume: got --{name} {value}, but the run in {args.out} has --{name} {saved[name]}")
     return Config(**saved)
 
 
 def main(argv: list[str] | None = None):
-    args, parser = parse_arguments(argv)
+    parser = make_parser()
+    args = parser.parse_args(argv)
     try:
         args.out.mkdir(parents=True, exist_ok=True)
     except OSError as e:
@@ -405,29 +370,26 @@ def main(argv: list[str] | None = None):
             config = configure(args, checkpoints)
         except ValueError as e:
             parser.error(str(e))
+        train, held_out = read_text()
         run = Run(config, MATMULS[args.matmul])
         if args.resume:
             run.restore(checkpoints)
         else:
             for step in checkpoints.all_steps():
                 checkpoints.delete(step)
-
-        train, held_out = read_text()
-        print(
-            f"{train.size:,} bytes of Python to train on, {held_out.size - 1:,} held out; {config.steps} steps of "
-            f"{config.batch} x {config.context}; {config.layers} layers of {config.experts} experts on "
-            f"{jax.default_backend()}; expert matmuls by {args.matmul}"
-        )
+        print(f"{train.size:,} bytes to train on, {held_out.size - 1:,} held out; {config} on {jax.default_backend()}")
         try:
             rate = run.train(checkpoints, train, held_out)
         except KeyboardInterrupt:
             saved = checkpoints.latest_step()
-            again = shlex.join([pathlib.Path(sys.executable).name, sys.argv[0], "--resume", "--out", str(args.out)])
-            hint = "before the first checkpoint" if saved is None else f"last checkpoint: step {saved}\nresume: {again}"
-            raise SystemExit(f"\nstopped at step {run.step}; {hint}") from None
+            command = shlex.join(["python", sys.argv[0], "--resume", "--out", str(args.out), "--matmul", args.matmul])
+            how = f"to continue from step {saved}: {command}" if saved else "before the first checkpoint"
+            raise SystemExit(f"\nstopped at step {run.step}; {how}") from None
 
     unigram, bigram = ngram_bits(train, held_out)
-    print(f"\n{rate:,.0f} tokens/s\n\nheld-out loss, bits a byte")
+    if rate:
+        print(f"\n{rate:,.0f} tokens/s with {args.matmul}")
+    print("\nheld-out loss, bits a byte")
     for name, bits in (("unigram", unigram), ("bigram", bigram), ("this model", run.held_out[-1])):
         print(f"  {name:<10}  {bits:.3f}")
     print(f"\n{sample(config, run.model, b'def ')}\n")
