@@ -46,7 +46,7 @@ SKIPPED = {"__pycache__", "encodings", "idle_test", "pydoc_data", "site-packages
 class Config:
     """All that decides the result of a run; a checkpoint continues only under the same."""
 
-    steps: int = 500
+    steps: int = 400
     experts: int = 8
     seed: int = 0
     top_k: int = 2
