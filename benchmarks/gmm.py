@@ -37,7 +37,7 @@ from jax_gg import _jax_gg  # noqa: E402
 
 DIRECTIONS = ("fwd", "dlhs", "drhs")
 IMPLS = ("jax_gg", "torch", "ragged_dot", "dense", "copy")
-RAGGED_DOT_BYTES = 40e9  # of its dense temporary, [g, m, max(k, n)]: beyond, it is left out
+RAGGED_DOT_BYTES = 16e9  # of its dense temporary, [g, m, max(k, n)]: beyond, it is left out
 CALLS = 5  # in a row, for each sample
 
 
@@ -165,8 +165,10 @@ def measure(problem, direction, impls, rounds, rng):
             continue
         if sampler is not None:
             samples[impl], times[impl] = sampler, []
-    for _ in range(rounds):
+    for i in range(rounds):
         for impl in rng.permutation(sorted(samples)):
+            if impl == "ragged_dot" and i > 0:
+                continue  # up to 100 ms a call
             try:
                 times[impl] += samples[impl]()
             except Exception as error:

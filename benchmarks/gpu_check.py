@@ -14,7 +14,7 @@ import sys
 import time
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-PYTEST = ["-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu"]
+PYTEST = ["-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:benchmark", "-m", "gpu"]
 SANITIZED = ["tests/test_gpu.py", "-k", "test_forced or test_widths"]
 
 

@@ -3,8 +3,8 @@
     python benchmarks/host_sync.py --out results/
 
 30 forward and backward steps of one layer, 1024 rows of 4096 to 6400 through 8 experts, the sizes computed on the
-device from the scores of a router. `host`: each step's sizes are fetched to the host before its matmuls are enqueued, as a
-grouped matmul that takes sizes from the host must do. `device`: they stay where they are. Wall time, the median of
+device from the scores of a router. `host`: each step's sizes are fetched to the host before its matmuls are enqueued,
+as a grouped matmul that takes sizes from the host must do. `device`: they stay where they are. Wall time, the median of
 several runs of 30 steps; a Perfetto trace of one run of each is written, to be opened at https://ui.perfetto.dev.
 """
 
