@@ -71,6 +71,15 @@ target_include_directories(jax_gg_cuda PRIVATE cpp)
 target_include_directories(jax_gg_cuda SYSTEM PRIVATE ${JAX_GG_CUTLASS_INCLUDE_DIR})
 target_compile_options(jax_gg_cuda PRIVATE -O3 --expt-relaxed-constexpr "SHELL:-gencode arch=compute_80,code=[${codes}]")
 
+include(cpp/cuda/sm90_kernels.cmake)
+if(JAX_GG_SM90_SOURCES)
+  add_library(jax_gg_sm90 OBJECT ${JAX_GG_SM90_SOURCES})
+  target_include_directories(jax_gg_sm90 PRIVATE cpp)
+  target_include_directories(jax_gg_sm90 SYSTEM PRIVATE ${JAX_GG_CUTLASS_INCLUDE_DIR})
+  target_compile_options(jax_gg_sm90 PRIVATE -O3 --expt-relaxed-constexpr "SHELL:-gencode arch=compute_90a,code=sm_90a")
+  target_sources(_jax_gg PRIVATE $<TARGET_OBJECTS:jax_gg_sm90> cpp/cuda/tensor_map.cc)
+endif()
+
 # The runtime is static and finds the driver when it is first called: the module imports on a machine without one.
 target_sources(_jax_gg PRIVATE $<TARGET_OBJECTS:jax_gg_cuda> cpp/cuda/handlers.cc cpp/cuda/kernels.cc cpp/cuda/select.cc)
 target_compile_definitions(_jax_gg PRIVATE JAX_GG_CUDA_BUILT_FOR="${JAX_GG_CUDA_BUILT_FOR}")

@@ -1,28 +1,53 @@
 #include "cuda/kernels.h"
 
+#include <limits>
 #include <sstream>
 
 #include "cuda/sm80.h"
+#include "cuda/sm90.h"
 
 namespace jax_gg::cuda {
 namespace {
 
-#define JAX_GG_SM80(rate, layout, in, out, math, alignment, m, n, k, warp_m, warp_n, stages) \
-  Kernel{                                                                                    \
-      "sm80",                                                                                \
-      80,                                                                                    \
-      Layout::layout,                                                                        \
-      Dtype::in,                                                                             \
-      Dtype::out,                                                                            \
-      Math::math,                                                                            \
-      alignment,                                                                             \
-      {m, n, k, stages},                                                                     \
-      rate,                                                                                  \
-      &sm80::Launch<Layout::layout, Dtype::in, Dtype::out, Math::math, alignment, m, n, k, warp_m, warp_n, stages>},
+constexpr int kAny = std::numeric_limits<int>::max();
+
+#define JAX_GG_SM80(rate_, layout_, in_, out_, math_, alignment_, m, n, k, warp_m, warp_n, stages)                   \
+  Kernel{.family = "sm80",                                                                                           \
+         .min_arch = 80,                                                                                             \
+         .max_arch = kAny,                                                                                           \
+         .layout = Layout::layout_,                                                                                  \
+         .in = Dtype::in_,                                                                                           \
+         .out = Dtype::out_,                                                                                         \
+         .math = Math::math_,                                                                                        \
+         .alignment = alignment_,                                                                                    \
+         .tile = {m, n, k, stages},                                                                                  \
+         .rate = rate_,                                                                                              \
+         .max_batch = kAny,                                                                                          \
+         .max_rows = kAny,                                                                                           \
+         .launch = &sm80::Launch<Layout::layout_, Dtype::in_, Dtype::out_, Math::math_, alignment_, m, n, k, warp_m, \
+                                 warp_n, stages>},
+
+#define JAX_GG_SM90(rate_, layout_, in_, out_, m, n, stages) \
+  Kernel{.family = "sm90",                                   \
+         .min_arch = 90,                                     \
+         .max_arch = 90,                                     \
+         .layout = Layout::layout_,                          \
+         .in = Dtype::in_,                                   \
+         .out = Dtype::out_,                                 \
+         .math = Math::kTensor,                              \
+         .alignment = 8,                                     \
+         .tile = {m, n, 64, stages},                         \
+         .rate = rate_,                                      \
+         .max_batch = 1,                                     \
+         .max_rows = 1 << 30,                                \
+         .launch = &sm90::Launch<Layout::layout_, Dtype::in_, Dtype::out_, m, n, stages>},
+
 constexpr Kernel kKernels[] = {
 #include "sm80_kernels.inc"
+#include "sm90_kernels.inc"
 };
 #undef JAX_GG_SM80
+#undef JAX_GG_SM90
 
 }  // namespace
 

@@ -54,8 +54,9 @@ const Kernel* Select(const GroupedProblem& p, const Device& device, std::string_
   const Kernel* best = nullptr;
   double best_cost = 0;
   for (const Kernel& kernel : Kernels()) {
-    if (kernel.min_arch > device.arch || kernel.layout != layout || kernel.in != p.in_dtype ||
-        kernel.out != p.out_dtype || kernel.math != math || alignment % kernel.alignment != 0 ||
+    if (kernel.min_arch > device.arch || kernel.max_arch < device.arch || kernel.max_batch < p.batch ||
+        kernel.max_rows < p.m || kernel.layout != layout || kernel.in != p.in_dtype || kernel.out != p.out_dtype ||
+        kernel.math != math || alignment % kernel.alignment != 0 ||
         kernel.tile.SharedBytes(kernel.in) > device.shared_bytes ||
         (!prefix.empty() && !kernel.Name().starts_with(prefix))) {
       continue;

@@ -13,7 +13,6 @@
 #include <atomic>
 #include <string>
 
-#include "cuda/kernels.h"
 #include "cuda/segments.h"
 #include "cuda/sm80.h"
 #include "cutlass/cutlass.h"

@@ -3,7 +3,10 @@
 #ifndef JAX_GG_CUDA_SM80_H_
 #define JAX_GG_CUDA_SM80_H_
 
-#include "cuda/kernels.h"
+#include <cuda_runtime_api.h>
+
+#include "cuda/tile.h"
+#include "problem.h"
 
 namespace jax_gg::cuda::sm80 {
 

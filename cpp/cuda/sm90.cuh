@@ -1,0 +1,553 @@
+// Grouped GEMM for sm_90a: TMA, wgmma, warp specialisation, one launch that reads the group sizes itself.
+//
+//   gmm:   lhs[m, k] x rhs[g, k, n] -> out[m, n]      tiles of rows of one group; k is cut into steps of 64
+//   tgmm:  lhs[m, k]^T x rhs[m, n] -> out[g, k, n]    tiles of one group's matrix; its rows are cut into steps of 64
+//
+// A block stays on its processor and takes tile after tile. Of its three warpgroups one feeds, and two compute, each
+// its own tile ("pingpong"): while one writes its result, the other keeps the tensor cores busy. The feeding warp takes
+// the next tile from a counter, finds the group it belongs to, tells the computing warpgroup through a ring of tiles,
+// and loads the operands through a ring of stages.
+//
+// TMA descriptors are made once on the host: they know addresses and shapes, not sizes. A group's rows end where its
+// descriptor says nothing about, so rows are bounded by the trick of EncodeRagged: in gmm where a tile is stored, in
+// tgmm where rows are loaded. What a gmm tile loads past its group belongs to other rows of the result, which are not
+// stored.
+
+#ifndef JAX_GG_CUDA_SM90_CUH_
+#define JAX_GG_CUDA_SM90_CUH_
+
+#include <algorithm>
+#include <atomic>
+#include <cute/arch/copy_sm90_tma.hpp>
+#include <cute/arch/mma_sm90_gmma.hpp>
+#include <cute/atom/mma_atom.hpp>
+#include <cute/atom/mma_traits_sm90_gmma.hpp>
+#include <cute/tensor.hpp>
+
+#include "cuda/sm90.h"
+#include "cuda/tensor_map.h"
+#include "cutlass/arch/barrier.h"
+#include "cutlass/arch/reg_reconfig.h"
+#include "cutlass/numeric_conversion.h"
+#include "cutlass/numeric_types.h"
+
+namespace jax_gg::cuda::sm90 {
+
+using Barrier = cutlass::arch::ClusterBarrier;
+using LoadBarrier = cutlass::arch::ClusterTransactionBarrier;
+
+template <Dtype dtype>
+struct ElementOf;
+template <>
+struct ElementOf<Dtype::kF16> {
+  using type = cutlass::half_t;
+};
+template <>
+struct ElementOf<Dtype::kBF16> {
+  using type = cutlass::bfloat16_t;
+};
+template <>
+struct ElementOf<Dtype::kF32> {
+  using type = float;
+};
+
+constexpr int kWarpgroup = 128;
+constexpr int kThreads = 3 * kWarpgroup;
+constexpr int kStepK = 64;        // 128 bytes of a row
+constexpr int kChunk = 64 * 128;  // bytes: 64 rows of 128 bytes, what one TMA access moves
+constexpr int kWindow = 512;      // groups that are known to a block at a time
+constexpr int kRing = 4;          // tiles on their way from the feeding warp to the computing ones
+constexpr int kExtraSharedBytes = 4 * kChunk + 8192;
+constexpr int kStrip = 16;  // rows of tiles that are visited together, column by column, to share what they read
+
+struct Params {
+  const int32_t* group_sizes;
+  const int32_t* group_offset;
+  uint32_t* next_tile;
+  int32_t m, k, n;
+  int32_t groups, weights;
+};
+
+// One tile of the result and what it is computed from.
+struct TileInfo {
+  int32_t row, col;    // of the result's matrix
+  int32_t begin, end;  // rows of the group
+  int32_t weight;
+  int32_t steps;          // of kStepK; 0: nothing to multiply, the result is zero; negative: there are no more tiles
+  uint32_t steps_before;  // of all tiles of this block before: tells stage and phase
+};
+
+// The part of the groups that tiles are looked up in.
+struct Window {
+  int32_t begin[kWindow + 1];  // gmm: first row of each group and the end of the last; tgmm: first row
+  int32_t last[kWindow];       // gmm: tiles along m up to and including this group; tgmm: rows
+  int32_t order[kWindow];      // tgmm: groups in the order in which they are computed
+};
+
+__device__ inline int32_t ShuffleUpSum(int32_t value, int32_t cap) {
+  // Sums that stop at cap, which 31 bits hold twice; such sums are associative.
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int distance = 1; distance < 32; distance *= 2) {
+    const uint32_t other = __shfl_up_sync(0xffffffffu, value, distance);
+    if (lane >= distance) {
+      const uint32_t sum = static_cast<uint32_t>(value) + other;
+      value = static_cast<int32_t>(sum < static_cast<uint32_t>(cap) ? sum : cap);
+    }
+  }
+  return value;
+}
+
+// Turns tile numbers, which only grow, into tiles. All lanes of one warp call it together.
+template <bool tgmm, int tile_m, int tile_n>
+struct Schedule {
+  const Params& p;
+  Window& w;
+  int64_t first = 0;         // tile of the window
+  int64_t tiles = 0;         // in the window
+  int32_t window_begin = 0;  // gmm: group; tgmm: weight
+  int32_t window_size = 0;
+  int32_t next_group = 0;  // first that is not summed yet
+  int32_t row = 0;         // where it begins
+  int32_t offset;
+
+  __device__ Schedule(const Params& p, Window& w) : p(p), w(w), offset(*p.group_offset) {}
+
+  __device__ int32_t Entries() const { return tgmm ? p.weights : p.groups + 1; }
+  __device__ int32_t TilesN() const { return (p.n + tile_n - 1) / tile_n; }
+  __device__ int32_t TilesM() const { return (p.k + tile_m - 1) / tile_m; }  // tgmm
+
+  // Sums the sizes of the next 32 groups; gives this lane's rows.
+  __device__ void Sum32(int32_t& begin, int32_t& end) {
+    const int lane = threadIdx.x % 32;
+    const int32_t group = next_group + lane;
+    int32_t size = group < p.groups ? p.group_sizes[group] : 0;
+    size = size < 0 ? 0 : size < p.m ? size : p.m;
+    const int32_t sum = ShuffleUpSum(size, p.m);
+    end = RowsEnd(row, sum, p.m);
+    begin = __shfl_up_sync(0xffffffffu, end, 1);
+    if (lane == 0) begin = row;
+    row = __shfl_sync(0xffffffffu, end, 31);
+    next_group += 32;
+  }
+
+  __device__ void LoadWindow() {
+    const int lane = threadIdx.x % 32;
+    const int32_t left = Entries() - window_begin;
+    window_size = left < kWindow ? left : kWindow;
+    if constexpr (tgmm) {
+      for (int i = lane; i < window_size; i += 32) w.begin[i] = w.last[i] = 0, w.order[i] = i;
+      __syncwarp();
+      // 64 bits: the offset is any 32-bit number.
+      const int64_t end_group = int64_t{window_begin} + window_size + offset;
+      while (next_group < p.groups && next_group < end_group) {
+        const int64_t i = int64_t{next_group} + lane - offset - window_begin;
+        const int32_t rest = next_group + 32;
+        int32_t begin, end;
+        Sum32(begin, end);
+        if (i >= 0 && i < window_size) {
+          w.begin[i] = begin;
+          w.last[i] = next_group - 32 + lane < p.groups ? end - begin : 0;
+        }
+        if (rest > end_group) {
+          // The others of these 32 belong to the next window, which starts with them.
+          row = __shfl_sync(0xffffffffu, begin, static_cast<int32_t>(end_group) - (rest - 32));
+          next_group = static_cast<int32_t>(end_group);
+        }
+      }
+      tiles = int64_t{window_size} * TilesM() * TilesN();
+    } else {
+      int32_t tiles_m = 0;
+      for (int base = 0; base < window_size; base += 32) {
+        int32_t begin, end;
+        Sum32(begin, end);
+        const int32_t group = window_begin + base + lane;
+        if (group == p.groups) end = p.m;  // the rows past the sum
+        int32_t count = group <= p.groups ? (end - begin + tile_m - 1) / tile_m : 0;
+        count = ShuffleUpSum(count, INT32_MAX);
+        if (base + lane < window_size) {
+          w.begin[base + lane] = begin;
+          w.begin[base + lane + 1] = end;
+          w.last[base + lane] = tiles_m + count;
+        }
+        tiles_m += __shfl_sync(0xffffffffu, count, 31);
+        __syncwarp();
+      }
+      tiles = int64_t{tiles_m} * TilesN();
+    }
+    __syncwarp();
+  }
+
+  // tgmm: most rows first, so that what is left for the end is short. By counting; `threads` threads call it together.
+  __device__ void Order(int thread, int threads) {
+    for (int i = thread; i < window_size; i += threads) {
+      const int32_t rows = w.last[i];
+      int rank = 0;
+      for (int j = 0; j < window_size; ++j) rank += w.last[j] > rows || (w.last[j] == rows && j < i);
+      w.order[rank] = i;
+    }
+  }
+
+  __device__ bool Find(int64_t tile, TileInfo& info) {
+    while (tile >= first + tiles) {
+      first += tiles;
+      window_begin += window_size;
+      if (window_begin >= Entries()) return false;
+      LoadWindow();
+    }
+    int64_t local = tile - first;
+    int32_t slot = 0, rows_of_tiles;
+    const int32_t tiles_n = TilesN();
+    if constexpr (tgmm) {
+      rows_of_tiles = TilesM();
+      slot = static_cast<int32_t>(local / (int64_t{rows_of_tiles} * tiles_n));
+      local -= int64_t{slot} * rows_of_tiles * tiles_n;
+    } else {
+      rows_of_tiles = static_cast<int32_t>(tiles / tiles_n);
+    }
+    const int32_t strip = static_cast<int32_t>(local / (int64_t{kStrip} * tiles_n)) * kStrip;
+    const int32_t height = rows_of_tiles - strip < kStrip ? rows_of_tiles - strip : kStrip;
+    const int32_t in_strip = static_cast<int32_t>(local - int64_t{strip} * tiles_n);
+    info.col = in_strip / height * tile_n;
+    int32_t tile_row = strip + in_strip % height;
+    if constexpr (tgmm) {
+      const int32_t i = w.order[slot];
+      info.row = tile_row * tile_m;
+      info.begin = w.begin[i];
+      info.end = info.begin + w.last[i];
+      info.weight = window_begin + i;
+      info.steps = (w.last[i] + kStepK - 1) / kStepK;
+    } else {
+      // The first group whose tiles end past this one: by parts of 16 groups, then in the part.
+      const int lane = threadIdx.x % 32;
+      const int32_t end_of_part = min(16 * lane + 15, window_size - 1);
+      const int part = __ffs(__ballot_sync(0xffffffffu, w.last[end_of_part] > tile_row)) - 1;
+      const int32_t candidate = min(16 * part + lane, window_size - 1);
+      const int32_t i = 16 * part + __ffs(__ballot_sync(0xffffffffu, w.last[candidate] > tile_row)) - 1;
+      if (i > 0) tile_row -= w.last[i - 1];
+      const int32_t group = window_begin + i;
+      const int64_t weight = group < p.groups ? WeightOfGroup(group, offset, p.weights) : -1;
+      info.begin = w.begin[i];
+      info.end = w.begin[i + 1];
+      info.row = info.begin + tile_row * tile_m;
+      info.weight = static_cast<int32_t>(weight);
+      info.steps = weight >= 0 ? (p.k + kStepK - 1) / kStepK : 0;
+    }
+    return true;
+  }
+};
+
+template <Layout layout, Dtype in, Dtype out, int tile_m, int tile_n, int stages>
+struct Grouped {
+  using Element = typename ElementOf<in>::type;
+  using ElementC = typename ElementOf<out>::type;
+  static constexpr bool kTgmm = layout == Layout::kTN;
+  static constexpr auto kMajorA = kTgmm ? cute::GMMA::Major::MN : cute::GMMA::Major::K;
+  static constexpr auto kMajorB = layout == Layout::kNT ? cute::GMMA::Major::K : cute::GMMA::Major::MN;
+  using AtomA =
+      std::conditional_t<kTgmm, cute::GMMA::Layout_MN_SW128_Atom<Element>, cute::GMMA::Layout_K_SW128_Atom<Element>>;
+  using AtomB = std::conditional_t<layout == Layout::kNT, cute::GMMA::Layout_K_SW128_Atom<Element>,
+                                   cute::GMMA::Layout_MN_SW128_Atom<Element>>;
+  // Along k first, so that 64 of the contiguous dimension by all of k are one chunk, as TMA writes it.
+  using SmemA =
+      decltype(cute::tile_to_shape(AtomA{}, cute::Shape<cute::Int<tile_m>, cute::Int<kStepK>, cute::Int<stages>>{},
+                                   cute::Step<cute::_2, cute::_1, cute::_3>{}));
+  using SmemB =
+      decltype(cute::tile_to_shape(AtomB{}, cute::Shape<cute::Int<tile_n>, cute::Int<kStepK>, cute::Int<stages>>{},
+                                   cute::Step<cute::_2, cute::_1, cute::_3>{}));
+  using Mma = decltype(cute::make_tiled_mma(
+      cute::GMMA::ss_op_selector<Element, Element, float, cute::Shape<cute::_64, cute::Int<tile_n>, cute::Int<kStepK>>,
+                                 kMajorA, kMajorB>()));
+  static constexpr int kBytesA = tile_m * 128, kBytesB = tile_n * 128;
+  // What one access loads: of a K-major operand all rows of the tile, of the other one chunk.
+  static constexpr int kBoxA = kTgmm ? 64 : tile_m, kBoxB = layout == Layout::kNT ? tile_n : 64;
+  static constexpr int kChunkColumns = 128 / sizeof(ElementC);
+
+  struct alignas(1024) SharedStorage {
+    alignas(1024) char a[stages][kBytesA];
+    alignas(1024) char b[stages][kBytesB];
+    alignas(1024) char c[2][2][kChunk];  // by warpgroup
+    uint64_t full[stages], empty[stages];
+    uint64_t ring_full[kRing], ring_empty[kRing];
+    TileInfo ring[kRing];
+    Window window;
+  };
+
+  __device__ static void Feed(const Params& p, const CUtensorMap& map_a, const CUtensorMap& map_b, SharedStorage& s) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    Schedule<kTgmm, tile_m, tile_n> schedule(p, s.window);
+    if (warp == 0) schedule.LoadWindow();
+    if constexpr (kTgmm) {
+      schedule.window_size = min(p.weights, kWindow);
+      cutlass::arch::NamedBarrier::sync(kWarpgroup, 2);
+      schedule.Order(threadIdx.x, kWarpgroup);
+      cutlass::arch::NamedBarrier::sync(kWarpgroup, 2);
+    }
+    if (warp != 0) return;
+
+    uint32_t step = 0;
+    int64_t tile = blockIdx.x;
+    for (int i = 0;; ++i) {
+      // Asked for now, so that the answer is there when this tile's loads are on their way.
+      uint32_t next = 0;
+      if (lane == 0) next = atomicAdd(p.next_tile, 1);
+      TileInfo info;
+      const bool found = schedule.Find(tile, info);
+      if (!found) info.steps = -1;
+      info.steps_before = step;
+      // No more tiles: each computing warpgroup is told so.
+      for (int told = 0; told < (found ? 1 : 2); ++told) {
+        const int slot = (i + told) % kRing;
+        Barrier::wait(&s.ring_empty[slot], ((i + told) / kRing + 1) & 1);
+        if (lane == 0) {
+          s.ring[slot] = info;
+          Barrier::arrive(&s.ring_full[slot]);
+        }
+      }
+      if (!found) break;
+      if (lane == 0) {
+        for (int j = 0; j < info.steps; ++j, ++step) {
+          const int stage = step % stages;
+          Barrier::wait(&s.empty[stage], (step / stages + 1) & 1);
+          LoadBarrier::arrive_and_expect_tx(&s.full[stage], kBytesA + kBytesB);
+          Load(p, map_a, map_b, s, stage, info, j * kStepK);
+        }
+      }
+      step = info.steps_before + info.steps;
+      __syncwarp();
+      tile = static_cast<int64_t>(gridDim.x) + __shfl_sync(0xffffffffu, next, 0);
+    }
+  }
+
+  __device__ static void Load(const Params& p, const CUtensorMap& map_a, const CUtensorMap& map_b, SharedStorage& s,
+                              int stage, const TileInfo& t, int k) {
+    constexpr auto kHint = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL);
+    uint64_t* full = &s.full[stage];
+    if constexpr (kTgmm) {
+      // Rows past the group's end read as zero in both operands: nothing there, NaN or not, reaches the sum.
+      const int32_t bound = kRagged - (t.end - (t.begin + k));
+#pragma unroll
+      for (int c = 0; c < tile_m / 64; ++c) {
+        cute::SM90_TMA_LOAD_4D::copy(&map_a, full, kHint, s.a[stage] + c * kChunk, t.row + 64 * c, bound, +kRagged,
+                                     t.end);
+      }
+#pragma unroll
+      for (int c = 0; c < tile_n / 64; ++c) {
+        cute::SM90_TMA_LOAD_4D::copy(&map_b, full, kHint, s.b[stage] + c * kChunk, t.col + 64 * c, bound, +kRagged,
+                                     t.end);
+      }
+    } else {
+      cute::SM90_TMA_LOAD_3D::copy(&map_a, full, kHint, s.a[stage], k, t.row, 0);
+      if constexpr (layout == Layout::kNT) {
+        cute::SM90_TMA_LOAD_3D::copy(&map_b, full, kHint, s.b[stage], k, t.col, t.weight);
+      } else {
+#pragma unroll
+        for (int c = 0; c < tile_n / 64; ++c) {
+          cute::SM90_TMA_LOAD_3D::copy(&map_b, full, kHint, s.b[stage] + c * kChunk, t.col + 64 * c, k, t.weight);
+        }
+      }
+    }
+  }
+
+  __device__ static void Compute(const Params& p, const CUtensorMap& map_c, SharedStorage& s, int which) {
+    using namespace cute;
+    const int thread = threadIdx.x % kWarpgroup;
+    const Tensor a = make_tensor(make_smem_ptr(reinterpret_cast<Element*>(&s.a[0][0])), SmemA{});
+    const Tensor b = make_tensor(make_smem_ptr(reinterpret_cast<Element*>(&s.b[0][0])), SmemB{});
+    Mma mma;
+    const auto slice = mma.get_slice(thread);
+    const Tensor a_parts = slice.make_fragment_A(slice.partition_A(a));
+    const Tensor b_parts = slice.make_fragment_B(slice.partition_B(b));
+    Tensor sums = partition_fragment_C(mma, Shape<Int<tile_m>, Int<tile_n>>{});
+    int buffer = 0;
+
+    for (int i = which;; i += 2) {
+      const int slot = i % kRing;
+      Barrier::wait(&s.ring_full[slot], (i / kRing) & 1);
+      const TileInfo t = s.ring[slot];
+      Barrier::arrive(&s.ring_empty[slot]);
+      if (t.steps < 0) break;
+
+      // Cleared here rather than by the first wgmma: the registers are then not live across the store before.
+      clear(sums);
+      uint32_t stage = t.steps_before % stages, phase = t.steps_before / stages & 1, before = 0;
+      for (int j = 0; j < t.steps; ++j) {
+        LoadBarrier::wait(&s.full[stage], phase);
+        warpgroup_fence_operand(sums);
+        warpgroup_arrive();
+#pragma unroll
+        for (int k = 0; k < size<2>(a_parts); ++k) {
+          gemm(mma, a_parts(_, _, k, stage), b_parts(_, _, k, stage), sums);
+        }
+        warpgroup_commit_batch();
+        // All but this step are done, and the stage before can be filled again.
+        warpgroup_wait<1>();
+        warpgroup_fence_operand(sums);
+        if (j > 0 && thread % 32 == 0) Barrier::arrive(&s.empty[before]);
+        before = stage;
+        if (++stage == stages) stage = 0, phase ^= 1;
+      }
+      warpgroup_wait<0>();
+      warpgroup_fence_operand(sums);
+      if (t.steps > 0 && thread % 32 == 0) Barrier::arrive(&s.empty[before]);
+
+      Store(p, map_c, s.c[which], which, thread, t, sums, buffer);
+    }
+    if (thread == 0) tma_store_wait<0>();
+  }
+
+  // Rounds the sums and writes them, 64 rows of 128 bytes at a time, through one of two buffers.
+  template <typename Sums>
+  __device__ static void Store(const Params& p, const CUtensorMap& map_c, char (&buffers)[2][kChunk], int which,
+                               int thread, const TileInfo& t, const Sums& sums, int& buffer) {
+    using namespace cute;
+    const int warp = thread / 32, lane = thread % 32;
+#pragma unroll
+    for (int block = 0; block < tile_m / 64; ++block) {
+      const int row = t.row + 64 * block;
+      if (row >= (kTgmm ? p.k : t.end)) break;
+#pragma unroll
+      for (int chunk = 0; chunk < tile_n / kChunkColumns; ++chunk) {
+        const int col = t.col + kChunkColumns * chunk;
+        if (col >= p.n) break;
+        // The store before the last one has read its buffer, which is this one.
+        if (thread == 0) tma_store_wait<1>();
+        cutlass::arch::NamedBarrier::sync(kWarpgroup, 3 + which);
+        char* const c = buffers[buffer];
+        if constexpr (sizeof(ElementC) == 2) {
+          // Four 8 x 8 matrices each: rows 0 to 7 and 8 to 15 of the warp's 16, of two neighbouring groups of 8
+          // columns.
+          const int r = warp * 16 + lane % 16;
+          const uint32_t address = cast_smem_ptr_to_uint(c + r * 128);
+#pragma unroll
+          for (int pair = 0; pair < 4; ++pair) {
+            cutlass::NumericArrayConverter<ElementC, float, 8> convert;
+            cutlass::Array<float, 8> values;
+#pragma unroll
+            for (int v = 0; v < 8; ++v) {
+              values[v] = sums(make_coord(v & 1, (v >> 1) & 1, chunk * 8 + 2 * pair + (v >> 2)), block, 0);
+            }
+            const auto rounded = convert(values);
+            const auto* words = reinterpret_cast<const uint32_t*>(&rounded);
+            const int part = 2 * pair + lane / 16;
+            asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};\n" ::"r"(
+                             address + ((part ^ (r & 7)) << 4)),
+                         "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3])
+                         : "memory");
+          }
+        } else {
+#pragma unroll
+          for (int group = 0; group < 4; ++group) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+              const int r = warp * 16 + lane / 4 + 8 * half, part = 2 * group + lane % 4 / 2;
+              *reinterpret_cast<float2*>(c + r * 128 + ((part ^ (r & 7)) << 4) + lane % 2 * 8) =
+                  make_float2(sums(make_coord(0, half, chunk * 4 + group), block, 0),
+                              sums(make_coord(1, half, chunk * 4 + group), block, 0));
+            }
+          }
+        }
+        tma_store_fence();
+        cutlass::arch::NamedBarrier::sync(kWarpgroup, 3 + which);
+        if (thread == 0) {
+          if constexpr (kTgmm) {
+            SM90_TMA_STORE_3D::copy(&map_c, c, col, row, t.weight);
+          } else {
+            SM90_TMA_STORE_4D::copy(&map_c, c, col, kRagged - (t.end - row), +kRagged, t.end);
+          }
+          tma_store_arrive();
+        }
+        buffer ^= 1;
+      }
+    }
+  }
+
+  __device__ static void Run(const Params& p, const CUtensorMap& map_a, const CUtensorMap& map_b,
+                             const CUtensorMap& map_c, SharedStorage& s) {
+    if (threadIdx.x == 0) {
+      for (int i = 0; i < stages; ++i) {
+        Barrier::init(&s.full[i], 1);
+        Barrier::init(&s.empty[i], kWarpgroup / 32);
+      }
+      for (int i = 0; i < kRing; ++i) {
+        Barrier::init(&s.ring_full[i], 1);
+        Barrier::init(&s.ring_empty[i], kWarpgroup);
+      }
+      cutlass::arch::fence_barrier_init();
+      cute::prefetch_tma_descriptor(&map_a);
+      cute::prefetch_tma_descriptor(&map_b);
+      cute::prefetch_tma_descriptor(&map_c);
+    }
+    __syncthreads();
+    if (threadIdx.x < kWarpgroup) {
+      cutlass::arch::warpgroup_reg_dealloc<40>();
+      Feed(p, map_a, map_b, s);
+    } else {
+      cutlass::arch::warpgroup_reg_alloc<232>();
+      Compute(p, map_c, s, cutlass::canonical_warp_group_idx() - 1);
+    }
+  }
+};
+
+template <typename Kernel>
+__global__ void __launch_bounds__(kThreads, 1)
+    Entry(Params params, const __grid_constant__ CUtensorMap map_a, const __grid_constant__ CUtensorMap map_b,
+          const __grid_constant__ CUtensorMap map_c) {
+  extern __shared__ __align__(1024) char storage[];
+  Kernel::Run(params, map_a, map_b, map_c, *reinterpret_cast<typename Kernel::SharedStorage*>(storage));
+}
+
+template <Layout layout, Dtype in, Dtype out, int tile_m, int tile_n, int stages>
+cudaError_t Launch(const GroupedProblem& p, void* workspace, cudaStream_t stream) {
+  using Kernel = Grouped<layout, in, out, tile_m, tile_n, stages>;
+  constexpr int kShared = sizeof(typename Kernel::SharedStorage);
+  static_assert(kShared <= Tile{tile_m, tile_n, kStepK, stages}.SharedBytes(in) + kExtraSharedBytes);
+
+  static std::atomic<int> processors_of[64];
+  int device, processors = 0;
+  if (cudaError_t error = cudaGetDevice(&device); error != cudaSuccess) return error;
+  if (device < 64) processors = processors_of[device].load(std::memory_order_relaxed);
+  if (processors == 0) {
+    if (cudaError_t e = cudaFuncSetAttribute(Entry<Kernel>, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared);
+        e != cudaSuccess) {
+      return e;
+    }
+    if (cudaError_t e = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device); e != cudaSuccess) {
+      return e;
+    }
+    if (device < 64) processors_of[device].store(processors, std::memory_order_relaxed);
+  }
+
+  CUtensorMap a, b, c;
+  cudaError_t error;
+  if constexpr (layout == Layout::kTN) {
+    if ((error = EncodeRagged(&a, p.in_dtype, p.lhs, p.k, Kernel::kBoxA)) != cudaSuccess) return error;
+    if ((error = EncodeRagged(&b, p.in_dtype, p.rhs, p.n, Kernel::kBoxB)) != cudaSuccess) return error;
+    error = EncodeMatrices(&c, p.out_dtype, p.out, p.weights, p.k, p.n, 64);
+  } else {
+    if ((error = EncodeMatrices(&a, p.in_dtype, p.lhs, 1, p.m, p.k, Kernel::kBoxA)) != cudaSuccess) return error;
+    error = EncodeMatrices(&b, p.in_dtype, p.rhs, p.weights, p.rhs_rows(), p.rhs_cols(), Kernel::kBoxB);
+    if (error != cudaSuccess) return error;
+    error = EncodeRagged(&c, p.out_dtype, p.out, p.n, 64);
+  }
+  if (error != cudaSuccess) return error;
+
+  auto* next_tile = static_cast<uint32_t*>(workspace);
+  if ((error = cudaMemsetAsync(next_tile, 0, sizeof(*next_tile), stream)) != cudaSuccess) return error;
+  const Params params{
+      .group_sizes = p.group_sizes,
+      .group_offset = p.group_offset,
+      .next_tile = next_tile,
+      .m = static_cast<int32_t>(p.m),
+      .k = static_cast<int32_t>(p.k),
+      .n = static_cast<int32_t>(p.n),
+      .groups = static_cast<int32_t>(p.groups),
+      .weights = static_cast<int32_t>(p.weights),
+  };
+  Entry<Kernel><<<processors, kThreads, kShared, stream>>>(params, a, b, c);
+  return cudaGetLastError();
+}
+
+}  // namespace jax_gg::cuda::sm90
+
+#endif  // JAX_GG_CUDA_SM90_CUH_

@@ -1,0 +1,41 @@
+# The sm_90a kernels of a build: as sm80_kernels.cmake. Their steps along k are always 64.
+
+set(JAX_GG_SM90_SOURCES "")
+set(JAX_GG_SM90_INC "")
+
+# DTYPES: pairs of operand and result. TILE: m n stages. RATE: as in sm80_kernels.cmake.
+function(jax_gg_sm90)
+  cmake_parse_arguments(PARSE_ARGV 0 arg "" "RATE" "LAYOUTS;DTYPES;TILE")
+  string(REPLACE ";" "x" tile_name "${arg_TILE}")
+  string(REPLACE ";" ", " tile "${arg_TILE}")
+  foreach(layout ${arg_LAYOUTS})
+    foreach(dtypes ${arg_DTYPES})
+      string(REGEX MATCH "^(.*)-(.*)$" _ ${dtypes})
+      set(in ${CMAKE_MATCH_1})
+      set(out ${CMAKE_MATCH_2})
+      string(APPEND JAX_GG_SM90_INC "JAX_GG_SM90(${arg_RATE}, k${layout}, k${in}, k${out}, ${tile})\n")
+      set(source ${CMAKE_CURRENT_BINARY_DIR}/instances/sm90_${layout}_${dtypes}_${tile_name}.cu)
+      file(CONFIGURE OUTPUT ${source} CONTENT
+"#include \"cuda/sm90.cuh\"
+
+namespace jax_gg::cuda::sm90 {
+template cudaError_t Launch<Layout::k${layout}, Dtype::k${in}, Dtype::k${out}, ${tile}>(
+    const GroupedProblem&, void*, cudaStream_t);
+}  // namespace jax_gg::cuda::sm90
+")
+      list(APPEND JAX_GG_SM90_SOURCES ${source})
+    endforeach()
+  endforeach()
+  set(JAX_GG_SM90_SOURCES ${JAX_GG_SM90_SOURCES} PARENT_SCOPE)
+  set(JAX_GG_SM90_INC "${JAX_GG_SM90_INC}" PARENT_SCOPE)
+endfunction()
+
+if("90" IN_LIST JAX_GG_CUDA_ARCHS)
+  jax_gg_sm90(LAYOUTS NN NT TN DTYPES BF16-BF16 RATE 700 TILE 128 192 4)
+  jax_gg_sm90(LAYOUTS NN NT TN DTYPES BF16-BF16 RATE 690 TILE 128 128 5)
+  jax_gg_sm90(LAYOUTS NN NT TN DTYPES BF16-BF16 RATE 600 TILE 64 256 4)
+  jax_gg_sm90(LAYOUTS NN NT TN DTYPES BF16-BF16 RATE 500 TILE 64 128 7)
+  jax_gg_sm90(LAYOUTS NN NT TN DTYPES BF16-F32 RATE 500 TILE 128 128 5)
+endif()
+
+file(CONFIGURE OUTPUT ${CMAKE_CURRENT_BINARY_DIR}/instances/sm90_kernels.inc CONTENT "${JAX_GG_SM90_INC}" @ONLY)
