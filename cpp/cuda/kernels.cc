@@ -20,27 +20,29 @@ constexpr int kAny = std::numeric_limits<int>::max();
          .out = Dtype::out_,                                                                                         \
          .math = Math::math_,                                                                                        \
          .alignment = alignment_,                                                                                    \
-         .tile = {m, n, k, stages},                                                                                  \
+         .tile = {m, n, k, stages, 1, 1},                                                                            \
          .rate = rate_,                                                                                              \
          .max_batch = kAny,                                                                                          \
          .max_rows = kAny,                                                                                           \
          .launch = &sm80::Launch<Layout::layout_, Dtype::in_, Dtype::out_, Math::math_, alignment_, m, n, k, warp_m, \
                                  warp_n, stages>},
 
-#define JAX_GG_SM90(rate_, layout_, in_, out_, m, n, stages) \
-  Kernel{.family = "sm90",                                   \
-         .min_arch = 90,                                     \
-         .max_arch = 90,                                     \
-         .layout = Layout::layout_,                          \
-         .in = Dtype::in_,                                   \
-         .out = Dtype::out_,                                 \
-         .math = Math::kTensor,                              \
-         .alignment = 8,                                     \
-         .tile = {m, n, 64, stages},                         \
-         .rate = rate_,                                      \
-         .max_batch = 1,                                     \
-         .max_rows = 1 << 30,                                \
-         .launch = &sm90::Launch<Layout::layout_, Dtype::in_, Dtype::out_, m, n, stages>},
+#define JAX_GG_SM90(rate_, layout_, in_, out_, m, n, stages, cluster_m, cluster_n, cooperative) \
+  Kernel{                                                                                       \
+      .family = "sm90",                                                                         \
+      .min_arch = 90,                                                                           \
+      .max_arch = 90,                                                                           \
+      .layout = Layout::layout_,                                                                \
+      .in = Dtype::in_,                                                                         \
+      .out = Dtype::out_,                                                                       \
+      .math = Math::kTensor,                                                                    \
+      .alignment = 8,                                                                           \
+      .tile = {m, n, 64, stages, cluster_m, cluster_n},                                         \
+      .rate = rate_,                                                                            \
+      .max_batch = 1,                                                                           \
+      .max_rows = 1 << 30,                                                                      \
+      .launch =                                                                                 \
+          &sm90::Launch<Layout::layout_, Dtype::in_, Dtype::out_, m, n, stages, cluster_m, cluster_n, cooperative>},
 
 constexpr Kernel kKernels[] = {
 #include "sm80_kernels.inc"
@@ -55,7 +57,9 @@ std::span<const Kernel> Kernels() { return kKernels; }
 
 std::string Kernel::Name() const {
   std::ostringstream s;
-  s << family << "_" << tile.m << "x" << tile.n << "x" << tile.k << "x" << tile.stages << "_a" << alignment;
+  s << family << "_" << tile.m << "x" << tile.n << "x" << tile.k << "x" << tile.stages;
+  if (tile.cluster_m * tile.cluster_n > 1) s << "_c" << tile.cluster_m << "x" << tile.cluster_n;
+  s << "_a" << alignment;
   return s.str();
 }
 

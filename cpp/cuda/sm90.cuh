@@ -3,10 +3,11 @@
 //   gmm:   lhs[m, k] x rhs[g, k, n] -> out[m, n]      tiles of rows of one group; k is cut into steps of 64
 //   tgmm:  lhs[m, k]^T x rhs[m, n] -> out[g, k, n]    tiles of one group's matrix; its rows are cut into steps of 64
 //
-// A block stays on its processor and takes tile after tile. Of its three warpgroups one feeds, and two compute, each
-// its own tile ("pingpong"): while one writes its result, the other keeps the tensor cores busy. The feeding warp takes
-// the next tile from a counter, finds the group it belongs to, tells the computing warpgroup through a ring of tiles,
-// and loads the operands through a ring of stages.
+// A block stays on its processor and takes tile after tile. Of its three warpgroups one feeds, and two compute: each
+// its own tile, so that while one writes its result, the other keeps the tensor cores busy ("pingpong"); or each half
+// of the rows of one larger tile ("cooperative"). The feeding warp takes the next tile from a counter, finds the group
+// it belongs to, tells the computing warpgroup through a ring of tiles, and loads the operands through a ring of
+// stages.
 //
 // TMA descriptors are made once on the host: they know addresses and shapes, not sizes. A group's rows end where its
 // descriptor says nothing about, so rows are bounded by the trick of EncodeRagged: in gmm where a tile is stored, in
@@ -53,11 +54,11 @@ struct ElementOf<Dtype::kF32> {
 
 constexpr int kWarpgroup = 128;
 constexpr int kThreads = 3 * kWarpgroup;
-constexpr int kStepK = 64;        // 128 bytes of a row
-constexpr int kChunk = 64 * 128;  // bytes: 64 rows of 128 bytes, what one TMA access moves
-constexpr int kWindow = 512;      // groups that are known to a block at a time
-constexpr int kRing = 4;          // tiles on their way from the feeding warp to the computing ones
-constexpr int kExtraSharedBytes = 4 * kChunk + 8192;
+constexpr int kStepK = 64;                // 128 bytes of a row
+constexpr int kChunk = 64 * 128;          // bytes: 64 rows of 128 bytes, what one TMA access moves
+constexpr int kRing = 4;                  // tiles on their way from the feeding warp to the computing ones
+constexpr int kSharedBytes = 227 * 1024;  // that a block may have
+constexpr int kOtherBytes = 7168;         // of them, for what is neither an operand nor a result
 constexpr int kStrip = 16;  // rows of tiles that are visited together, column by column, to share what they read
 
 struct Params {
@@ -78,6 +79,7 @@ struct TileInfo {
 };
 
 // The part of the groups that tiles are looked up in.
+template <int kWindow>
 struct Window {
   int32_t begin[kWindow + 1];  // gmm: first row of each group and the end of the last; tgmm: first row
   int32_t last[kWindow];       // gmm: tiles along m up to and including this group; tgmm: rows
@@ -99,10 +101,11 @@ __device__ inline int32_t ShuffleUpSum(int32_t value, int32_t cap) {
 }
 
 // Turns tile numbers, which only grow, into tiles. All lanes of one warp call it together.
-template <bool tgmm, int tile_m, int tile_n>
+template <bool tgmm, int tile_m, int tile_n, int kWindow>
 struct Schedule {
+  static_assert(kWindow <= 32 * 16);
   const Params& p;
-  Window& w;
+  Window<kWindow>& w;
   int64_t first = 0;         // tile of the window
   int64_t tiles = 0;         // in the window
   int32_t window_begin = 0;  // gmm: group; tgmm: weight
@@ -111,7 +114,7 @@ struct Schedule {
   int32_t row = 0;         // where it begins
   int32_t offset;
 
-  __device__ Schedule(const Params& p, Window& w) : p(p), w(w), offset(*p.group_offset) {}
+  __device__ Schedule(const Params& p, Window<kWindow>& w) : p(p), w(w), offset(*p.group_offset) {}
 
   __device__ int32_t Entries() const { return tgmm ? p.weights : p.groups + 1; }
   __device__ int32_t TilesN() const { return (p.n + tile_n - 1) / tile_n; }
@@ -237,7 +240,8 @@ struct Schedule {
   }
 };
 
-template <Layout layout, Dtype in, Dtype out, int tile_m, int tile_n, int stages>
+template <Layout layout, Dtype in, Dtype out, int tile_m, int tile_n, int stages, int cluster_m, int cluster_n,
+          bool cooperative>
 struct Grouped {
   using Element = typename ElementOf<in>::type;
   using ElementC = typename ElementOf<out>::type;
@@ -258,24 +262,40 @@ struct Grouped {
   using Mma = decltype(cute::make_tiled_mma(
       cute::GMMA::ss_op_selector<Element, Element, float, cute::Shape<cute::_64, cute::Int<tile_n>, cute::Int<kStepK>>,
                                  kMajorA, kMajorB>()));
-  static constexpr int kBytesA = tile_m * 128, kBytesB = tile_n * 128;
-  // What one access loads: of a K-major operand all rows of the tile, of the other one chunk.
-  static constexpr int kBoxA = kTgmm ? 64 : tile_m, kBoxB = layout == Layout::kNT ? tile_n : 64;
+  static constexpr int kBytesA = tile_m * 128, kBytesB = tile_n * 128, kOperandBytes = stages * (kBytesA + kBytesB);
+  // Warpgroups that compute one tile, each its part of the rows.
+  static constexpr int kSplit = cooperative ? 2 : 1;
+  static constexpr int kRows = tile_m / kSplit;
+  static constexpr int kCluster = cluster_m * cluster_n;
+  static_assert(kCluster == 1 || kCluster == 2);
+  // The operand that both blocks of a cluster need: each loads half of it, into the shared memory of both.
+  static constexpr bool kShareA = cluster_n == 2, kShareB = cluster_m == 2;
+  static constexpr uint16_t kBoth = 3;
+  // Rows of one access: of a K-major operand all rows of the tile, of the other one chunk, or a half of that.
+  static constexpr int kBoxA = (kTgmm ? 64 : tile_m) / cluster_n;
+  static constexpr int kBoxB = (layout == Layout::kNT ? tile_n : 64) / cluster_m;
   static constexpr int kChunkColumns = 128 / sizeof(ElementC);
+  // Between a warpgroup and its stores; and groups that are known to a block at a time. As many as there is room for.
+  static constexpr int kBuffers = kOperandBytes + 6 * kChunk + kOtherBytes <= kSharedBytes ? 3 : 2;
+  static constexpr int kWindow = kOperandBytes + 2 * kBuffers * kChunk + kOtherBytes <= kSharedBytes ? 512 : 128;
 
   struct alignas(1024) SharedStorage {
     alignas(1024) char a[stages][kBytesA];
     alignas(1024) char b[stages][kBytesB];
-    alignas(1024) char c[2][2][kChunk];  // by warpgroup
+    alignas(1024) char c[2][kBuffers][kChunk];  // by warpgroup
     uint64_t full[stages], empty[stages];
     uint64_t ring_full[kRing], ring_empty[kRing];
     TileInfo ring[kRing];
-    Window window;
+    // The second block of a cluster learns from the first which tile is next.
+    uint64_t next_full[kRing], next_empty[kRing];
+    uint32_t next[kRing];
+    Window<kWindow> window;
   };
 
-  __device__ static void Feed(const Params& p, const CUtensorMap& map_a, const CUtensorMap& map_b, SharedStorage& s) {
+  __device__ static void Feed(const Params& p, const CUtensorMap& map_a, const CUtensorMap& map_b, SharedStorage& s,
+                              uint32_t rank) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    Schedule<kTgmm, tile_m, tile_n> schedule(p, s.window);
+    Schedule<kTgmm, cluster_m * tile_m, cluster_n * tile_n, kWindow> schedule(p, s.window);
     if (warp == 0) schedule.LoadWindow();
     if constexpr (kTgmm) {
       schedule.window_size = min(p.weights, kWindow);
@@ -286,17 +306,19 @@ struct Grouped {
     if (warp != 0) return;
 
     uint32_t step = 0;
-    int64_t tile = blockIdx.x;
+    int64_t tile = blockIdx.x / kCluster;
     for (int i = 0;; ++i) {
       // Asked for now, so that the answer is there when this tile's loads are on their way.
       uint32_t next = 0;
-      if (lane == 0) next = atomicAdd(p.next_tile, 1);
+      if (lane == 0 && rank == 0) next = atomicAdd(p.next_tile, 1);
       TileInfo info;
       const bool found = schedule.Find(tile, info);
       if (!found) info.steps = -1;
+      if constexpr (kShareB) info.row += static_cast<int32_t>(rank) * tile_m;
+      if constexpr (kShareA) info.col += static_cast<int32_t>(rank) * tile_n;
       info.steps_before = step;
       // No more tiles: each computing warpgroup is told so.
-      for (int told = 0; told < (found ? 1 : 2); ++told) {
+      for (int told = 0; told < (found || cooperative ? 1 : 2); ++told) {
         const int slot = (i + told) % kRing;
         Barrier::wait(&s.ring_empty[slot], ((i + told) / kRing + 1) & 1);
         if (lane == 0) {
@@ -309,68 +331,150 @@ struct Grouped {
         for (int j = 0; j < info.steps; ++j, ++step) {
           const int stage = step % stages;
           Barrier::wait(&s.empty[stage], (step / stages + 1) & 1);
-          LoadBarrier::arrive_and_expect_tx(&s.full[stage], kBytesA + kBytesB);
-          Load(p, map_a, map_b, s, stage, info, j * kStepK);
+          // A block whose part of the cluster's tile lies outside the result still loads its half of what both need.
+          const bool used = IsUsed(p, info);
+          LoadBarrier::arrive_and_expect_tx(&s.full[stage],
+                                            (kShareA || used ? kBytesA : 0) + (kShareB || used ? kBytesB : 0));
+          Load(p, map_a, map_b, s, stage, info, j * kStepK, used, rank);
         }
       }
       step = info.steps_before + info.steps;
       __syncwarp();
-      tile = static_cast<int64_t>(gridDim.x) + __shfl_sync(0xffffffffu, next, 0);
+      if constexpr (kCluster == 2) {
+        if (lane == 0) next = Exchange(s, rank, next, i);
+      }
+      tile = static_cast<int64_t>(gridDim.x / kCluster) + __shfl_sync(0xffffffffu, next, 0);
     }
   }
 
+  // Whether any of the tile lies in the result.
+  __device__ static bool IsUsed(const Params& p, const TileInfo& t) {
+    return t.row < (kTgmm ? p.k : t.end) && t.col < p.n;
+  }
+
+  // Gives the second block of a cluster the number that the first has drawn.
+  __device__ static uint32_t Exchange(SharedStorage& s, uint32_t rank, uint32_t next, int i) {
+    const int slot = i % kRing;
+    if (rank == 0) {
+      Barrier::wait(&s.next_empty[slot], (i / kRing + 1) & 1);
+      cute::store_shared_remote(next, cute::cast_smem_ptr_to_uint(&s.next[slot]),
+                                cute::cast_smem_ptr_to_uint(&s.next_full[slot]), 1);
+    } else {
+      LoadBarrier::arrive_and_expect_tx(&s.next_full[slot], sizeof(next));
+      Barrier::wait(&s.next_full[slot], (i / kRing) & 1);
+      next = *const_cast<volatile uint32_t*>(&s.next[slot]);
+      Barrier::arrive(&s.next_empty[slot], 0u, 1u);
+    }
+    return next;
+  }
+
   __device__ static void Load(const Params& p, const CUtensorMap& map_a, const CUtensorMap& map_b, SharedStorage& s,
-                              int stage, const TileInfo& t, int k) {
-    constexpr auto kHint = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL);
-    uint64_t* full = &s.full[stage];
+                              int stage, const TileInfo& t, int k, bool used, uint32_t rank) {
+    char* const a = s.a[stage];
+    char* const b = s.b[stage];
+    uint64_t* const full = &s.full[stage];
+    // The part that this block loads of an operand that it shares.
+    const int part_a = kShareA ? static_cast<int>(rank) : 0, part_b = kShareB ? static_cast<int>(rank) : 0;
     if constexpr (kTgmm) {
       // Rows past the group's end read as zero in both operands: nothing there, NaN or not, reaches the sum.
       const int32_t bound = kRagged - (t.end - (t.begin + k));
+      if (kShareA || used) {
 #pragma unroll
-      for (int c = 0; c < tile_m / 64; ++c) {
-        cute::SM90_TMA_LOAD_4D::copy(&map_a, full, kHint, s.a[stage] + c * kChunk, t.row + 64 * c, bound, +kRagged,
-                                     t.end);
-      }
-#pragma unroll
-      for (int c = 0; c < tile_n / 64; ++c) {
-        cute::SM90_TMA_LOAD_4D::copy(&map_b, full, kHint, s.b[stage] + c * kChunk, t.col + 64 * c, bound, +kRagged,
-                                     t.end);
-      }
-    } else {
-      cute::SM90_TMA_LOAD_3D::copy(&map_a, full, kHint, s.a[stage], k, t.row, 0);
-      if constexpr (layout == Layout::kNT) {
-        cute::SM90_TMA_LOAD_3D::copy(&map_b, full, kHint, s.b[stage], k, t.col, t.weight);
-      } else {
-#pragma unroll
-        for (int c = 0; c < tile_n / 64; ++c) {
-          cute::SM90_TMA_LOAD_3D::copy(&map_b, full, kHint, s.b[stage] + c * kChunk, t.col + 64 * c, k, t.weight);
+        for (int c = 0; c < tile_m / 64; ++c) {
+          LoadRagged<kShareA>(map_a, full, a + c * kChunk + part_a * kBoxA * 128, t.row + 64 * c,
+                              bound + part_a * kBoxA, t.end);
         }
       }
+      if (kShareB || used) {
+#pragma unroll
+        for (int c = 0; c < tile_n / 64; ++c) {
+          LoadRagged<kShareB>(map_b, full, b + c * kChunk + part_b * kBoxB * 128, t.col + 64 * c,
+                              bound + part_b * kBoxB, t.end);
+        }
+      }
+    } else {
+      if (kShareA || used) {
+        LoadMatrix<kShareA>(map_a, full, a + part_a * kBoxA * 128, k, t.row + part_a * kBoxA, 0);
+      }
+      if (kShareB || used) {
+        if constexpr (layout == Layout::kNT) {
+          LoadMatrix<kShareB>(map_b, full, b + part_b * kBoxB * 128, k, t.col + part_b * kBoxB, t.weight);
+        } else {
+#pragma unroll
+          for (int c = 0; c < tile_n / 64; ++c) {
+            LoadMatrix<kShareB>(map_b, full, b + c * kChunk + part_b * kBoxB * 128, t.col + 64 * c, k + part_b * kBoxB,
+                                t.weight);
+          }
+        }
+      }
+    }
+  }
+
+  static constexpr auto kKeep = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL);
+
+  template <bool both>
+  __device__ static void LoadMatrix(const CUtensorMap& map, uint64_t* full, char* to, int32_t col, int32_t row,
+                                    int32_t outer) {
+    if constexpr (both) {
+      cute::SM90_TMA_LOAD_MULTICAST_3D::copy(&map, full, kBoth, kKeep, to, col, row, outer);
+    } else {
+      cute::SM90_TMA_LOAD_3D::copy(&map, full, kKeep, to, col, row, outer);
+    }
+  }
+
+  template <bool both>
+  __device__ static void LoadRagged(const CUtensorMap& map, uint64_t* full, char* to, int32_t col, int32_t bound,
+                                    int32_t end) {
+    if constexpr (both) {
+      cute::SM90_TMA_LOAD_MULTICAST_4D::copy(&map, full, kBoth, kKeep, to, col, bound, +kRagged, end);
+    } else {
+      cute::SM90_TMA_LOAD_4D::copy(&map, full, kKeep, to, col, bound, +kRagged, end);
+    }
+  }
+
+  // A computing warp is through with a stage; both blocks of a cluster write to it.
+  __device__ static void Release(uint64_t* empty) {
+    if (threadIdx.x % 32 != 0) return;
+    if constexpr (kCluster == 2) {
+      Barrier::arrive(empty, 0u, 1u);
+      Barrier::arrive(empty, 1u, 1u);
+    } else {
+      Barrier::arrive(empty);
     }
   }
 
   __device__ static void Compute(const Params& p, const CUtensorMap& map_c, SharedStorage& s, int which) {
     using namespace cute;
     const int thread = threadIdx.x % kWarpgroup;
-    const Tensor a = make_tensor(make_smem_ptr(reinterpret_cast<Element*>(&s.a[0][0])), SmemA{});
+    const Tensor all_a = make_tensor(make_smem_ptr(reinterpret_cast<Element*>(&s.a[0][0])), SmemA{});
+    const Tensor a = local_tile(all_a, Shape<Int<kRows>, Int<kStepK>>{}, make_coord(cooperative ? which : 0, 0));
     const Tensor b = make_tensor(make_smem_ptr(reinterpret_cast<Element*>(&s.b[0][0])), SmemB{});
     Mma mma;
     const auto slice = mma.get_slice(thread);
     const Tensor a_parts = slice.make_fragment_A(slice.partition_A(a));
     const Tensor b_parts = slice.make_fragment_B(slice.partition_B(b));
-    Tensor sums = partition_fragment_C(mma, Shape<Int<tile_m>, Int<tile_n>>{});
+    Tensor sums = partition_fragment_C(mma, Shape<Int<kRows>, Int<tile_n>>{});
     int buffer = 0;
 
-    for (int i = which;; i += 2) {
+    for (int i = cooperative ? 0 : which;; i += cooperative ? 1 : 2) {
       const int slot = i % kRing;
       Barrier::wait(&s.ring_full[slot], (i / kRing) & 1);
       const TileInfo t = s.ring[slot];
       Barrier::arrive(&s.ring_empty[slot]);
       if (t.steps < 0) break;
 
+      uint32_t stage = t.steps_before % stages, phase = t.steps_before / stages & 1;
+      if (kCluster == 2 && !IsUsed(p, t)) {
+        for (int j = 0; j < t.steps; ++j) {
+          LoadBarrier::wait(&s.full[stage], phase);
+          Release(&s.empty[stage]);
+          if (++stage == stages) stage = 0, phase ^= 1;
+        }
+        continue;
+      }
       // Cleared here rather than by the first wgmma: the registers are then not live across the store before.
       clear(sums);
-      uint32_t stage = t.steps_before % stages, phase = t.steps_before / stages & 1, before = 0;
+      uint32_t before = 0;
       for (int j = 0; j < t.steps; ++j) {
         LoadBarrier::wait(&s.full[stage], phase);
         warpgroup_fence_operand(sums);
@@ -383,35 +487,45 @@ struct Grouped {
         // All but this step are done, and the stage before can be filled again.
         warpgroup_wait<1>();
         warpgroup_fence_operand(sums);
-        if (j > 0 && thread % 32 == 0) Barrier::arrive(&s.empty[before]);
+        if (j > 0) Release(&s.empty[before]);
         before = stage;
         if (++stage == stages) stage = 0, phase ^= 1;
       }
       warpgroup_wait<0>();
       warpgroup_fence_operand(sums);
-      if (t.steps > 0 && thread % 32 == 0) Barrier::arrive(&s.empty[before]);
+      if (t.steps > 0) Release(&s.empty[before]);
 
       Store(p, map_c, s.c[which], which, thread, t, sums, buffer);
     }
     if (thread == 0) tma_store_wait<0>();
   }
 
+  // A store that the cache should not keep: it is needed for the operands, which many tiles read.
+  __device__ static void StoreOnce(const CUtensorMap& map, const char* from, int32_t col, int32_t row, int32_t outer) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.global.shared::cta.bulk_group.L2::cache_hint [%0, {%2, %3, %4}], [%1], %5;\n" ::"l"(
+            &map),
+        "r"(cute::cast_smem_ptr_to_uint(from)), "r"(col), "r"(row), "r"(outer),
+        "l"(static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_FIRST))
+        : "memory");
+  }
+
   // Rounds the sums and writes them, 64 rows of 128 bytes at a time, through one of two buffers.
   template <typename Sums>
-  __device__ static void Store(const Params& p, const CUtensorMap& map_c, char (&buffers)[2][kChunk], int which,
+  __device__ static void Store(const Params& p, const CUtensorMap& map_c, char (&buffers)[kBuffers][kChunk], int which,
                                int thread, const TileInfo& t, const Sums& sums, int& buffer) {
     using namespace cute;
     const int warp = thread / 32, lane = thread % 32;
 #pragma unroll
-    for (int block = 0; block < tile_m / 64; ++block) {
-      const int row = t.row + 64 * block;
+    for (int block = 0; block < kRows / 64; ++block) {
+      const int row = t.row + (cooperative ? which * kRows : 0) + 64 * block;
       if (row >= (kTgmm ? p.k : t.end)) break;
 #pragma unroll
       for (int chunk = 0; chunk < tile_n / kChunkColumns; ++chunk) {
         const int col = t.col + kChunkColumns * chunk;
         if (col >= p.n) break;
-        // The store before the last one has read its buffer, which is this one.
-        if (thread == 0) tma_store_wait<1>();
+        // The last store through this buffer has read it.
+        if (thread == 0) tma_store_wait<kBuffers - 1>();
         cutlass::arch::NamedBarrier::sync(kWarpgroup, 3 + which);
         char* const c = buffers[buffer];
         if constexpr (sizeof(ElementC) == 2) {
@@ -451,13 +565,13 @@ struct Grouped {
         cutlass::arch::NamedBarrier::sync(kWarpgroup, 3 + which);
         if (thread == 0) {
           if constexpr (kTgmm) {
-            SM90_TMA_STORE_3D::copy(&map_c, c, col, row, t.weight);
+            StoreOnce(map_c, c, col, row, t.weight);
           } else {
             SM90_TMA_STORE_4D::copy(&map_c, c, col, kRagged - (t.end - row), +kRagged, t.end);
           }
           tma_store_arrive();
         }
-        buffer ^= 1;
+        if (++buffer == kBuffers) buffer = 0;
       }
     }
   }
@@ -467,24 +581,38 @@ struct Grouped {
     if (threadIdx.x == 0) {
       for (int i = 0; i < stages; ++i) {
         Barrier::init(&s.full[i], 1);
-        Barrier::init(&s.empty[i], kWarpgroup / 32);
+        Barrier::init(&s.empty[i], kCluster * kSplit * kWarpgroup / 32);
       }
       for (int i = 0; i < kRing; ++i) {
         Barrier::init(&s.ring_full[i], 1);
-        Barrier::init(&s.ring_empty[i], kWarpgroup);
+        Barrier::init(&s.ring_empty[i], kSplit * kWarpgroup);
+        Barrier::init(&s.next_full[i], 1);
+        Barrier::init(&s.next_empty[i], 1);
       }
       cutlass::arch::fence_barrier_init();
       cute::prefetch_tma_descriptor(&map_a);
       cute::prefetch_tma_descriptor(&map_b);
       cute::prefetch_tma_descriptor(&map_c);
     }
-    __syncthreads();
+    uint32_t rank = 0;
+    if constexpr (kCluster == 2) {
+      rank = cute::block_rank_in_cluster();
+      cute::cluster_arrive_relaxed();
+      cute::cluster_wait();
+    } else {
+      __syncthreads();
+    }
     if (threadIdx.x < kWarpgroup) {
       cutlass::arch::warpgroup_reg_dealloc<40>();
-      Feed(p, map_a, map_b, s);
+      Feed(p, map_a, map_b, s, rank);
     } else {
       cutlass::arch::warpgroup_reg_alloc<232>();
       Compute(p, map_c, s, cutlass::canonical_warp_group_idx() - 1);
+    }
+    // The other block may still write to this one's barriers.
+    if constexpr (kCluster == 2) {
+      cute::cluster_arrive();
+      cute::cluster_wait();
     }
   }
 };
@@ -497,11 +625,12 @@ __global__ void __launch_bounds__(kThreads, 1)
   Kernel::Run(params, map_a, map_b, map_c, *reinterpret_cast<typename Kernel::SharedStorage*>(storage));
 }
 
-template <Layout layout, Dtype in, Dtype out, int tile_m, int tile_n, int stages>
+template <Layout layout, Dtype in, Dtype out, int tile_m, int tile_n, int stages, int cluster_m, int cluster_n,
+          bool cooperative>
 cudaError_t Launch(const GroupedProblem& p, void* workspace, cudaStream_t stream) {
-  using Kernel = Grouped<layout, in, out, tile_m, tile_n, stages>;
+  using Kernel = Grouped<layout, in, out, tile_m, tile_n, stages, cluster_m, cluster_n, cooperative>;
   constexpr int kShared = sizeof(typename Kernel::SharedStorage);
-  static_assert(kShared <= Tile{tile_m, tile_n, kStepK, stages}.SharedBytes(in) + kExtraSharedBytes);
+  static_assert(kShared <= kSharedBytes);
 
   static std::atomic<int> processors_of[64];
   int device, processors = 0;
@@ -544,8 +673,17 @@ cudaError_t Launch(const GroupedProblem& p, void* workspace, cudaStream_t stream
       .groups = static_cast<int32_t>(p.groups),
       .weights = static_cast<int32_t>(p.weights),
   };
-  Entry<Kernel><<<processors, kThreads, kShared, stream>>>(params, a, b, c);
-  return cudaGetLastError();
+  cudaLaunchAttribute cluster{};
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim = {Kernel::kCluster, 1, 1};
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(processors / Kernel::kCluster * Kernel::kCluster));
+  config.blockDim = dim3(kThreads);
+  config.dynamicSmemBytes = kShared;
+  config.stream = stream;
+  config.attrs = &cluster;
+  config.numAttrs = 1;
+  return cudaLaunchKernelEx(&config, Entry<Kernel>, params, a, b, c);
 }
 
 }  // namespace jax_gg::cuda::sm90

@@ -3,7 +3,7 @@
 set(JAX_GG_SM90_SOURCES "")
 set(JAX_GG_SM90_INC "")
 
-# DTYPES: pairs of operand and result. TILE: m n stages. RATE: as in sm80_kernels.cmake.
+# DTYPES: pairs of operand and result. TILE: m n stages, m n of a cluster in tiles, whether warpgroups share a tile. RATE: as in sm80_kernels.cmake.
 function(jax_gg_sm90)
   cmake_parse_arguments(PARSE_ARGV 0 arg "" "RATE" "LAYOUTS;DTYPES;TILE")
   string(REPLACE ";" "x" tile_name "${arg_TILE}")
@@ -31,11 +31,13 @@ template cudaError_t Launch<Layout::k${layout}, Dtype::k${in}, Dtype::k${out}, $
 endfunction()
 
 if("90" IN_LIST JAX_GG_CUDA_ARCHS)
-  jax_gg_sm90(LAYOUTS NN NT TN DTYPES BF16-BF16 RATE 700 TILE 128 192 4)
-  jax_gg_sm90(LAYOUTS NN NT TN DTYPES BF16-BF16 RATE 690 TILE 128 128 5)
-  jax_gg_sm90(LAYOUTS NN NT TN DTYPES BF16-BF16 RATE 600 TILE 64 256 4)
-  jax_gg_sm90(LAYOUTS NN NT TN DTYPES BF16-BF16 RATE 500 TILE 64 128 7)
-  jax_gg_sm90(LAYOUTS NN NT TN DTYPES BF16-F32 RATE 500 TILE 128 128 5)
+  jax_gg_sm90(LAYOUTS NN NT TN DTYPES BF16-BF16 RATE 700 TILE 128 192 4 1 1 false)
+  jax_gg_sm90(LAYOUTS NN NT DTYPES BF16-BF16 RATE 700 TILE 128 192 4 1 2 false)
+  jax_gg_sm90(LAYOUTS NN NT TN DTYPES BF16-BF16 RATE 690 TILE 128 128 5 1 1 false)
+  jax_gg_sm90(LAYOUTS NN NT DTYPES BF16-BF16 RATE 600 TILE 64 256 4 1 1 false)
+  jax_gg_sm90(LAYOUTS NN NT TN DTYPES BF16-BF16 RATE 600 TILE 128 256 4 1 1 true)
+  jax_gg_sm90(LAYOUTS NN NT TN DTYPES BF16-BF16 RATE 600 TILE 128 256 4 2 1 true)
+  jax_gg_sm90(LAYOUTS NN NT TN DTYPES BF16-BF16 RATE 600 TILE 256 128 4 1 1 true)
 endif()
 
 file(CONFIGURE OUTPUT ${CMAKE_CURRENT_BINARY_DIR}/instances/sm90_kernels.inc CONTENT "${JAX_GG_SM90_INC}" @ONLY)

@@ -24,6 +24,7 @@ enum class Math {
 
 struct Tile {
   int m, n, k, stages;
+  int cluster_m = 1, cluster_n = 1;  // tiles of the blocks that load together
 
   // Of a block: the operands of all stages, and a little for what else a kernel keeps there.
   constexpr int64_t SharedBytes(Dtype in) const { return int64_t{stages} * (m + n) * k * ByteWidth(in) + 1024; }
