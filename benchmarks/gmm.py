@@ -36,7 +36,7 @@ import jax_gg  # noqa: E402
 from jax_gg import _jax_gg  # noqa: E402
 
 DIRECTIONS = ("fwd", "dlhs", "drhs")
-IMPLS = ("jax_gg", "torch", "ragged_dot", "dense", "copy")
+IMPLS = ("jax_gg", "jax_gg:sm80", "torch", "ragged_dot", "dense", "copy")
 RAGGED_DOT_BYTES = 16e9  # of its dense temporary, [g, m, max(k, n)]: beyond, it is left out
 CALLS = 5  # in a row, for each sample
 

@@ -33,6 +33,7 @@ def parts(out: pathlib.Path, jobs: int) -> dict[str, dict[str, list[str]]]:
         "gmm": {
             "gmm": [python, "benchmarks/gmm.py", "--out", str(out / "gmm.jsonl"), "--plot", str(out / "gmm.png")],
         },
+        "fill": {"fill": [python, "benchmarks/fill.py", "--out", str(out / "fill.jsonl")]},
         "host_sync": {"host_sync": [python, "benchmarks/host_sync.py", "--out", str(out)]},
         "sanitizer": {
             tool: [*sanitize, "--tool", tool, python, *PYTEST, *SANITIZED]

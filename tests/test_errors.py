@@ -205,6 +205,11 @@ CASES = {
         lambda: tgmm(preferred_element_type="float64"),
         "preferred_element_type: got float64, expected float16, bfloat16 or float32 for float32 operands",
     ),
+    "kernel": (
+        TypeError,
+        lambda: gmm(kernel=3),
+        "kernel: got int, expected None or the beginning of a kernel's name",
+    ),
     "tgmm-precision": (ValueError, lambda: tgmm(precision="exact"), "precision: got 'exact', expected None, ..."),
     "ragged-dot-sharding": (
         NotImplementedError,
@@ -248,7 +253,7 @@ def test_too_many_rows():
     raises(ValueError, lambda: jax.eval_shape(tgmm, rows, rows), message)
 
 
-@pytest.mark.parametrize("argument", ["transpose_rhs", "preferred_element_type", "group_offset", "precision"])
+@pytest.mark.parametrize("argument", ["transpose_rhs", "preferred_element_type", "group_offset", "precision", "kernel"])
 def test_options_are_keywords(argument):
     with pytest.raises(TypeError, match="positional"):
         jax_gg.gmm(LHS, RHS, SIZES, None)

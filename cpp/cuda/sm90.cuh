@@ -279,6 +279,10 @@ struct Grouped {
   static constexpr int kBuffers = kOperandBytes + 6 * kChunk + kOtherBytes <= kSharedBytes ? 3 : 2;
   static constexpr int kWindow = kOperandBytes + 2 * kBuffers * kChunk + kOtherBytes <= kSharedBytes ? 512 : 128;
 
+  // Tiles that are drawn before their turn. More would leave too few for others at the end; but a tile of tgmm can be
+  // shorter than the way of a number from memory.
+  static constexpr int kAhead = kTgmm ? 2 : 1;
+
   struct alignas(1024) SharedStorage {
     alignas(1024) char a[stages][kBytesA];
     alignas(1024) char b[stages][kBytesB];
@@ -286,9 +290,10 @@ struct Grouped {
     uint64_t full[stages], empty[stages];
     uint64_t ring_full[kRing], ring_empty[kRing];
     TileInfo ring[kRing];
-    // The second block of a cluster learns from the first which tile is next.
-    uint64_t next_full[kRing], next_empty[kRing];
-    uint32_t next[kRing];
+    // Numbers of the next tiles: from the warp that draws them, or from the first block of a cluster to the second.
+    uint64_t next_full[kAhead], next_empty[kAhead];
+    uint32_t next[kAhead];
+    bool done;
     Window<kWindow> window;
   };
 
@@ -303,14 +308,14 @@ struct Grouped {
       schedule.Order(threadIdx.x, kWarpgroup);
       cutlass::arch::NamedBarrier::sync(kWarpgroup, 2);
     }
+    if (kCluster == 1 && warp == 1 && lane == 0) Draw(p, s);
     if (warp != 0) return;
 
     uint32_t step = 0;
     int64_t tile = blockIdx.x / kCluster;
     for (int i = 0;; ++i) {
-      // Asked for now, so that the answer is there when this tile's loads are on their way.
       uint32_t next = 0;
-      if (lane == 0 && rank == 0) next = atomicAdd(p.next_tile, 1);
+      if (kCluster == 2 && rank == 0 && lane == 0) next = atomicAdd(p.next_tile, 1);
       TileInfo info;
       const bool found = schedule.Find(tile, info);
       if (!found) info.steps = -1;
@@ -326,7 +331,13 @@ struct Grouped {
           Barrier::arrive(&s.ring_full[slot]);
         }
       }
-      if (!found) break;
+      if (!found) {
+        if (kCluster == 1 && lane == 0) {
+          *const_cast<volatile bool*>(&s.done) = true;
+          Barrier::arrive(&s.next_empty[i % kAhead]);
+        }
+        break;
+      }
       if (lane == 0) {
         for (int j = 0; j < info.steps; ++j, ++step) {
           const int stage = step % stages;
@@ -340,9 +351,7 @@ struct Grouped {
       }
       step = info.steps_before + info.steps;
       __syncwarp();
-      if constexpr (kCluster == 2) {
-        if (lane == 0) next = Exchange(s, rank, next, i);
-      }
+      if (lane == 0) next = NextTile(s, rank, next, i);
       tile = static_cast<int64_t>(gridDim.x / kCluster) + __shfl_sync(0xffffffffu, next, 0);
     }
   }
@@ -352,18 +361,33 @@ struct Grouped {
     return t.row < (kTgmm ? p.k : t.end) && t.col < p.n;
   }
 
-  // Gives the second block of a cluster the number that the first has drawn.
-  __device__ static uint32_t Exchange(SharedStorage& s, uint32_t rank, uint32_t next, int i) {
-    const int slot = i % kRing;
-    if (rank == 0) {
-      Barrier::wait(&s.next_empty[slot], (i / kRing + 1) & 1);
-      cute::store_shared_remote(next, cute::cast_smem_ptr_to_uint(&s.next[slot]),
+  // Draws numbers of tiles, so far ahead that their way from memory does not show.
+  __device__ static void Draw(const Params& p, SharedStorage& s) {
+    for (int i = 0;; ++i) {
+      const int slot = i % kAhead;
+      Barrier::wait(&s.next_empty[slot], (i / kAhead + 1) & 1);
+      if (*const_cast<volatile bool*>(&s.done)) break;
+      s.next[slot] = atomicAdd(p.next_tile, 1);
+      Barrier::arrive(&s.next_full[slot]);
+    }
+  }
+
+  // The number of the tile after this one. The first block of a cluster has drawn it, and gives it to the second.
+  __device__ static uint32_t NextTile(SharedStorage& s, uint32_t rank, uint32_t drawn, int i) {
+    const int slot = i % kAhead;
+    if (kCluster == 2 && rank == 0) {
+      Barrier::wait(&s.next_empty[slot], (i / kAhead + 1) & 1);
+      cute::store_shared_remote(drawn, cute::cast_smem_ptr_to_uint(&s.next[slot]),
                                 cute::cast_smem_ptr_to_uint(&s.next_full[slot]), 1);
-    } else {
-      LoadBarrier::arrive_and_expect_tx(&s.next_full[slot], sizeof(next));
-      Barrier::wait(&s.next_full[slot], (i / kRing) & 1);
-      next = *const_cast<volatile uint32_t*>(&s.next[slot]);
+      return drawn;
+    }
+    if constexpr (kCluster == 2) LoadBarrier::arrive_and_expect_tx(&s.next_full[slot], sizeof(drawn));
+    Barrier::wait(&s.next_full[slot], (i / kAhead) & 1);
+    const uint32_t next = *const_cast<volatile uint32_t*>(&s.next[slot]);
+    if constexpr (kCluster == 2) {
       Barrier::arrive(&s.next_empty[slot], 0u, 1u);
+    } else {
+      Barrier::arrive(&s.next_empty[slot]);
     }
     return next;
   }
@@ -586,9 +610,12 @@ struct Grouped {
       for (int i = 0; i < kRing; ++i) {
         Barrier::init(&s.ring_full[i], 1);
         Barrier::init(&s.ring_empty[i], kSplit * kWarpgroup);
+      }
+      for (int i = 0; i < kAhead; ++i) {
         Barrier::init(&s.next_full[i], 1);
         Barrier::init(&s.next_empty[i], 1);
       }
+      s.done = false;
       cutlass::arch::fence_barrier_init();
       cute::prefetch_tma_descriptor(&map_a);
       cute::prefetch_tma_descriptor(&map_b);
