@@ -9,10 +9,14 @@ import argparse
 import json
 import pathlib
 import statistics
+import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+sys.path.append(str(pathlib.Path(__file__).parent))
+
 from gmm import CALLS, jax_call, metadata, samples_of_jax
 
 GROUPS = (8, 32, 128, 512, 1024, 4096)

@@ -13,12 +13,16 @@ import json
 import pathlib
 import shutil
 import statistics
+import sys
 import tempfile
 import time
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+sys.path.append(str(pathlib.Path(__file__).parent))
+
 from gmm import metadata
 
 import jax_gg

@@ -6,6 +6,7 @@ import gzip
 import json
 import re
 
+import fuzz
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -63,6 +64,25 @@ class TestKernels(Gpu):
             pytest.raises(jax.errors.JaxRuntimeError, match="expected float16, bfloat16 or float32"),
         ):
             jax.block_until_ready(jax_gg.gmm(jnp.ones((4, 8), float), jnp.ones((1, 8, 16), float), [4]))
+
+
+@pytest.mark.skipif(not any(": sm90" in line for line in KERNELS), reason="this build has no sm90 kernels")
+class TestFamilies(Gpu):
+    @pytest.mark.parametrize("kernel", sorted({x.split(": ")[1] for x in KERNELS if ": sm90" in x}))
+    @pytest.mark.parametrize("rows", [256, 320, 512])
+    def test_as_many_steps_as_stages(self, rng, kernel, rows):
+        """Tiles whose steps fill the ring of stages once, once and a bit, and twice: one bit tells its phases."""
+        directions = ("fwd", "dlhs") + (() if fuzz.GMM_ONLY.search(kernel) else ("drhs",))
+        for direction in directions:
+            m, k = (rows * 4, 512) if direction == "drhs" else (600, rows)
+            d = fuzz.Draw(direction, m, k, 768, 4, 4, 0, jnp.dtype("bfloat16"), jnp.dtype("bfloat16"), kernel)
+            assert fuzz.disagreements(d, rows, calls=20) == 0, d
+
+    @pytest.mark.parametrize("seed", range(24))
+    def test_agree(self, rng, seed):
+        """The Hopper kernels give what the general ones give, whatever the sizes (tests/fuzz.py runs many more)."""
+        d = fuzz.draw(rng)
+        assert fuzz.disagreements(d, seed, calls=50) == 0, d
 
 
 class TestPrecision(Gpu):

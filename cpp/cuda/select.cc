@@ -28,15 +28,14 @@ int Alignment(const GroupedProblem& p) {
 // taken to be spread evenly; the last tile of a group is then on average half full.
 double Cost(const Kernel& kernel, const GroupedProblem& p, const Device& device) {
   const Tile& t = kernel.tile;
-  double tiles = static_cast<double>(CeilDiv(p.n, t.n * t.cluster_n)) * p.batch;
+  double tiles = static_cast<double>(CeilDiv(p.n, t.n)) * p.batch;
   if (p.mode == Mode::kTgmm) {
-    tiles *= static_cast<double>(p.weights * CeilDiv(p.k, t.m * t.cluster_m));
+    tiles *= static_cast<double>(p.weights * CeilDiv(p.k, t.m));
   } else {
     const double groups = std::max<double>(1, std::min(p.weights, p.groups));
-    tiles *= groups * std::max(1.0, p.m / groups / (t.m * t.cluster_m) + 0.5);
+    tiles *= groups * std::max(1.0, p.m / groups / t.m + 0.5);
   }
-  const int cluster = t.cluster_m * t.cluster_n;
-  return std::max(1.0, tiles * cluster / device.processors) * t.m * t.n / kernel.rate;
+  return std::max(1.0, tiles / device.processors) * t.m * t.n / kernel.rate;
 }
 
 }  // namespace

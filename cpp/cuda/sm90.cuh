@@ -294,6 +294,7 @@ struct Grouped {
     uint64_t next_full[kAhead], next_empty[kAhead];
     uint32_t next[kAhead];
     bool done;
+    uint64_t turn[2];  // of the computing warpgroups, where each has its own tiles
     Window<kWindow> window;
   };
 
@@ -488,12 +489,17 @@ struct Grouped {
       if (t.steps < 0) break;
 
       uint32_t stage = t.steps_before % stages, phase = t.steps_before / stages & 1;
+      // A barrier tells phases apart by one bit. All loads before this tile's must have been seen to arrive by the
+      // other warpgroup, or this one would take an earlier phase for its own.
+      const int tiles_done = i / 2;
+      if (!cooperative && i > 0) Barrier::wait(&s.turn[1 - which], (which == 0 ? tiles_done - 1 : tiles_done) & 1);
       if (kCluster == 2 && !IsUsed(p, t)) {
         for (int j = 0; j < t.steps; ++j) {
           LoadBarrier::wait(&s.full[stage], phase);
           Release(&s.empty[stage]);
           if (++stage == stages) stage = 0, phase ^= 1;
         }
+        if (!cooperative && thread == 0) Barrier::arrive(&s.turn[which]);
         continue;
       }
       // Cleared here rather than by the first wgmma: the registers are then not live across the store before.
@@ -515,6 +521,7 @@ struct Grouped {
         before = stage;
         if (++stage == stages) stage = 0, phase ^= 1;
       }
+      if (!cooperative && thread == 0) Barrier::arrive(&s.turn[which]);
       warpgroup_wait<0>();
       warpgroup_fence_operand(sums);
       if (t.steps > 0) Release(&s.empty[before]);
@@ -616,6 +623,8 @@ struct Grouped {
         Barrier::init(&s.next_empty[i], 1);
       }
       s.done = false;
+      Barrier::init(&s.turn[0], 1);
+      Barrier::init(&s.turn[1], 1);
       cutlass::arch::fence_barrier_init();
       cute::prefetch_tma_descriptor(&map_a);
       cute::prefetch_tma_descriptor(&map_b);

@@ -31,13 +31,16 @@ template cudaError_t Launch<Layout::k${layout}, Dtype::k${in}, Dtype::k${out}, $
 endfunction()
 
 if("90" IN_LIST JAX_GG_CUDA_ARCHS)
-  jax_gg_sm90(LAYOUTS NN NT TN DTYPES BF16-BF16 RATE 700 TILE 128 192 4 1 1 false)
-  jax_gg_sm90(LAYOUTS NN NT DTYPES BF16-BF16 RATE 700 TILE 128 192 4 1 2 false)
-  jax_gg_sm90(LAYOUTS NN NT TN DTYPES BF16-BF16 RATE 690 TILE 128 128 5 1 1 false)
-  jax_gg_sm90(LAYOUTS NN NT DTYPES BF16-BF16 RATE 600 TILE 64 256 4 1 1 false)
-  jax_gg_sm90(LAYOUTS NN NT TN DTYPES BF16-BF16 RATE 600 TILE 128 256 4 1 1 true)
-  jax_gg_sm90(LAYOUTS NN NT TN DTYPES BF16-BF16 RATE 600 TILE 128 256 4 2 1 true)
-  jax_gg_sm90(LAYOUTS NN NT TN DTYPES BF16-BF16 RATE 600 TILE 256 128 4 1 1 true)
+  set(same BF16-BF16 F16-F16)
+  set(wide BF16-F32 F16-F32)
+  # The best tile of most shapes.
+  jax_gg_sm90(LAYOUTS NN NT TN DTYPES ${same} ${wide} RATE 770 TILE 128 256 4 1 1 true)
+  # Where 192 divides n and 256 does not; the pair of blocks reads each row of lhs once for 384 columns.
+  jax_gg_sm90(LAYOUTS NN NT DTYPES ${same} RATE 753 TILE 128 192 4 1 2 false)
+  # For narrow weights.
+  jax_gg_sm90(LAYOUTS NN NT TN DTYPES ${same} RATE 715 TILE 128 128 5 1 1 false)
+  # For groups of up to 64 rows.
+  jax_gg_sm90(LAYOUTS NN NT DTYPES ${same} ${wide} RATE 600 TILE 64 256 4 1 1 false)
 endif()
 
 file(CONFIGURE OUTPUT ${CMAKE_CURRENT_BINARY_DIR}/instances/sm90_kernels.inc CONTENT "${JAX_GG_SM90_INC}" @ONLY)
