@@ -35,7 +35,7 @@ def grouped(spec: Spec, lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, 
     Returns:
       gmm: `[b, m, n]`; tgmm: `[b, g, k, n]`; of `spec.out_dtype`.
     """
-    operands = (lhs, rhs, group_sizes, group_offset)
+    operands: tuple[jax.Array, ...] = (lhs, rhs, group_sizes, group_offset)
     # Manual axes (inside shard_map): the result varies over every axis that any operand varies over, and the call, like
     # any other operation, wants its operands to agree on that.
     varying = functools.reduce(frozenset.union, map(_types.varying_axes, operands))
