@@ -201,10 +201,7 @@ def table(records: list[dict[str, Any]]) -> str:
         f"{'dtype':8}  {'g':>3}  {'dir':4}  {'jax_gg':>7}  {'numpy':>7}  {'dense':>7}  {'ragged_dot':>10}"
         f"  {'jax_gg / numpy':>18}  {'ragged_dot / jax_gg':>19}  {'peak':>16}  {'peak ragged_dot':>15}",
     ]
-    cases: dict[tuple, dict[str, dict[str, Any]]] = {}
-    for r in records:
-        cases.setdefault((r["dtype"], r["g"], r["direction"]), {})[r["impl"]] = r
-    for (dtype, g, direction), by in cases.items():
+    for (dtype, g, direction), by in by_case(records).items():
         own, least = by["jax_gg"], LEAST_RAGGED_DOT[g]
         times = "  ".join(f"{by[i]['us'] / 1e3:{w}.1f}" for i, w in (("numpy", 7), ("dense", 7), ("ragged_dot", 10)))
         numpy = (
@@ -221,6 +218,28 @@ def table(records: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def readme_table(records: list[dict[str, Any]]) -> str:
+    """The records as README.md shows them."""
+    lines = ["| dtype | g | | jax_gg | NumPy | dense | ragged_dot | faster than ragged_dot | temporary memory |"]
+    lines.append("|---|---|---|---|---|---|---|---|---|")
+    for (dtype, g, direction), by in by_case(records).items():
+        times = " | ".join(f"{by[i]['us'] / 1e3:.0f} ms" for i in ("jax_gg", "numpy", "dense", "ragged_dot"))
+        own = by["jax_gg"]
+        lines.append(
+            f"| {dtype} | {g} | {direction} | {times} | {own['ragged_dot_over']:.0f}x"
+            f" | {own['peak_mib']:.0f} MiB, ragged_dot {by['ragged_dot']['peak_mib']:.0f} MiB |"
+        )
+    return "\n".join(lines)
+
+
+def by_case(records: list[dict[str, Any]]) -> dict[tuple, dict[str, dict[str, Any]]]:
+    """(dtype, g, direction) -> impl -> record."""
+    cases: dict[tuple, dict[str, dict[str, Any]]] = {}
+    for r in records:
+        cases.setdefault((r["dtype"], r["g"], r["direction"]), {})[r["impl"]] = r
+    return cases
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--out", type=pathlib.Path, help="JSON lines: machine and versions, then measurements")
@@ -229,7 +248,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--slow-rounds", type=int, default=2, help="of these, rounds that ragged_dot takes part in")
     parser.add_argument("--memory", nargs=4, metavar=("G", "DTYPE", "DIRECTION", "IMPL"), help="only that, one call")
+    parser.add_argument(
+        "--readme", type=pathlib.Path, metavar="RESULTS", help="only print the table of these for README.md"
+    )
     args = parser.parse_args()
+    if args.readme:
+        _, *measured = map(json.loads, args.readme.read_text().splitlines())
+        print(readme_table(measured))
+        return
     jax.config.update("jax_platforms", "cpu")
     if args.memory:
         print_memory(int(args.memory[0]), *args.memory[1:])
