@@ -8,7 +8,9 @@ bf16 through f32, as NumPy multiplies no bf16; `dense`, one NumPy matmul of the 
 
 Everything that is compared runs in one process, round after round in a shuffled order on fresh random operands: shown
 are medians, of ratios those of the ratios within a round, so that a machine that is now slow, now fast compares like
-with like. `ragged_dot` is slow and takes part in a few rounds only.
+with like. `ragged_dot` is slow and takes part in a few rounds only. Where others use the cores, BLAS's threads wait for
+each other, and figures grow severalfold, not all by the same factor: with `--patience`, rounds wait for a quiet machine
+and are repeated if it was not. The share of the machine that others used is in the results.
 
 Memory is that of the first call in a process of its own: the high-water mark of resident memory during the call
 (VmHWM, reset before it through /proc/self/clear_refs), less what was resident before and less the result. Compilation
@@ -101,12 +103,37 @@ def dense_function(direction: str, lhs: np.ndarray, matrix: np.ndarray, dout: np
     return a @ b
 
 
-def time_case(g: int, dtype: str, rounds: int, slow_rounds: int) -> dict[tuple[str, str], dict[int, float]]:
-    """Seconds, by direction and impl, then by round."""
+# The share of the machine that others may use in a round that counts.
+QUIET = 0.04
+
+
+class Others:
+    """How busy other processes keep the machine."""
+
+    def __init__(self):
+        self.begin = self._now()
+
+    @staticmethod
+    def _now() -> tuple[float, float]:
+        user, nice, system, _, _, *more = map(int, pathlib.Path("/proc/stat").read_text().split()[1:9])
+        return (user + nice + system + sum(more)) / os.sysconf("SC_CLK_TCK") - time.process_time(), time.perf_counter()
+
+    def share(self) -> float:
+        """Of all cores, since this object was made."""
+        busy, now = self._now()
+        return max(0.0, busy - self.begin[0]) / (now - self.begin[1]) / (os.cpu_count() or 1)
+
+
+def time_case(
+    g: int, dtype: str, rounds: int, slow_rounds: int, patience: float
+) -> tuple[dict[tuple[str, str], dict[int, float]], float]:
+    """Seconds, by direction and impl, then by round; and the largest share of the machine that others used."""
     rng = np.random.default_rng()
     functions = {(d, i): jax_function(JAX_MATMULS[i], d) for d in DIRECTIONS for i in JAX_MATMULS}
     seconds: dict[tuple[str, str], dict[int, float]] = {(d, i): {} for d in DIRECTIONS for i in IMPLS}
-    for round_ in range(-1, rounds):  # the first compiles and is not counted
+    deadline = time.perf_counter() + patience
+    round_, others_used = -1, 0.0  # the first compiles and is not counted
+    while round_ < rounds:
         operands = make_operands(g, dtype, rng)
         arrays = jax.block_until_ready([jnp.asarray(x) for x in operands])
         lhs, rhs, _, dout = operands
@@ -118,13 +145,27 @@ def time_case(g: int, dtype: str, rounds: int, slow_rounds: int) -> dict[tuple[s
                 calls[d, "ragged_dot"] = functools.partial(functions[d, "ragged_dot"], *arrays)
             calls[d, "numpy"] = functools.partial(numpy_function, d, *operands)
             calls[d, "dense"] = functools.partial(dense_function, d, *dense)
+        while True:
+            others = Others()
+            time.sleep(0.3)
+            if others.share() <= QUIET or time.perf_counter() > deadline:
+                break
+        others = Others()
+        took = {}
         for name in random.sample(list(calls), len(calls)):
             time.sleep(PAUSE_SECONDS)
             begin = time.perf_counter()
             jax.block_until_ready(calls[name]())
-            if round_ >= 0:
-                seconds[name][round_] = time.perf_counter() - begin
-    return seconds
+            took[name] = time.perf_counter() - begin
+        used = others.share()
+        if round_ >= 0:
+            if used > QUIET and time.perf_counter() < deadline:
+                continue
+            others_used = max(others_used, used)
+            for name, t in took.items():
+                seconds[name][round_] = t
+        round_ += 1
+    return seconds, others_used
 
 
 def memory_status(field: str) -> int:
@@ -158,7 +199,6 @@ def meta() -> dict[str, Any]:
     return {
         "cpu": cpu.split("\n")[0].partition(":")[2].strip() or platform.processor(),
         "cores": len(os.sched_getaffinity(0)),
-        "load": round(os.getloadavg()[0], 2),  # before the first measurement: of everybody else
         "python": platform.python_version(),
         "jax": jax.__version__,
         "numpy": np.__version__,
@@ -168,9 +208,9 @@ def meta() -> dict[str, Any]:
     }
 
 
-def measure(g: int, dtype: str, rounds: int, slow_rounds: int) -> list[dict[str, Any]]:
+def measure(g: int, dtype: str, *how: Any) -> list[dict[str, Any]]:
     """One record for each direction and impl."""
-    seconds = time_case(g, dtype, rounds, slow_rounds)
+    seconds, others_used = time_case(g, dtype, *how)
     records = []
     for direction, impl in itertools.product(DIRECTIONS, IMPLS):
         own = seconds[direction, impl]
@@ -180,7 +220,11 @@ def measure(g: int, dtype: str, rounds: int, slow_rounds: int) -> list[dict[str,
             return round(statistics.median(a[r] / b[r] for r in a.keys() & b.keys()), 3)
 
         record = {"impl": impl, "m": M, "k": K, "n": N, "g": g, "direction": direction, "dtype": dtype}
-        record |= {"us": round(statistics.median(own.values()) * 1e6), "rounds": len(own)}
+        record |= {
+            "us": round(statistics.median(own.values()) * 1e6),
+            "rounds": len(own),
+            "others_used": round(others_used, 3),
+        }
         if impl in JAX_MATMULS:
             record["peak_mib"] = round(peak_mib(g, dtype, direction, impl), 1)
         if impl == "jax_gg":
@@ -247,6 +291,9 @@ def main() -> None:
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--slow-rounds", type=int, default=2, help="of these, rounds that ragged_dot takes part in")
+    parser.add_argument(
+        "--patience", type=float, default=0, help="seconds to wait for a quiet machine, for each dtype and g"
+    )
     parser.add_argument("--memory", nargs=4, metavar=("G", "DTYPE", "DIRECTION", "IMPL"), help="only that, one call")
     parser.add_argument(
         "--readme", type=pathlib.Path, metavar="RESULTS", help="only print the table of these for README.md"
@@ -263,7 +310,7 @@ def main() -> None:
     records = [{"meta": meta()}]
     print(json.dumps(records[0]), flush=True)
     for dtype, g in itertools.product(args.dtypes, args.groups):
-        case = measure(g, dtype, args.rounds, args.slow_rounds)
+        case = measure(g, dtype, args.rounds, args.slow_rounds, args.patience)
         records += case
         print(table(case), flush=True)
     if args.out:
