@@ -119,15 +119,28 @@ def _scores(rng, m, g):
     return rng.standard_normal((m, g), np.float32) + 2 * rng.standard_normal(g).astype(np.float32)
 
 
+def _trace_names(folder) -> list[str]:
+    """Of all events in the profile: kernels, copies, and calls of the driver."""
+    (path,) = glob.glob(f"{folder}/**/*.trace.json.gz", recursive=True)
+    with gzip.open(path) as f:
+        return [event.get("name", "") for event in json.load(f)["traceEvents"]]
+
+
 class TestGraphs(Gpu):
-    def test_in_command_buffer(self, rng):
+    def test_in_command_buffer(self, rng, tmp_path):
+        """After the calls that record it, each step is one launch of a CUDA graph, and every kernel is in it."""
         m, k, n, g = 256, 64, 128, 8
         args = rng.standard_normal((m, k), np.float32), rng.standard_normal((g, k, n), np.float32), _scores(rng, m, g)
-        text = _step.lower(*args).compile().as_text()
-        computations = re.split(r"\n(?=%|ENTRY)", text)
-        graphs = [c for c in computations if c.lstrip("%").startswith("command_buffer")]
-        inside = sum(c.count('custom_call_target="jax_gg_') for c in graphs)
-        assert inside == text.count('custom_call_target="jax_gg_') == 3
+        args = jax.device_put(args)
+        for _ in range(3):
+            jax.block_until_ready(_step(*args))
+        with jax.profiler.trace(str(tmp_path)):
+            for _ in range(5):
+                jax.block_until_ready(_step(*args))
+        names = _trace_names(tmp_path)
+        assert sum(name.startswith("cuGraphLaunch") for name in names) == 5
+        assert sum("jax_gg" in name for name in names) >= 15
+        assert not [name for name in names if re.match("(cu|cuda)LaunchKernel", name)]
 
     @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16], ids=["f32", "bf16"])
     def test_replayed_with_other_sizes(self, rng, dtype):
@@ -162,9 +175,7 @@ class TestGraphs(Gpu):
             for _ in range(30):
                 rhs, scores = train(rhs, scores)
             jax.block_until_ready(rhs)
-        (path,) = glob.glob(f"{tmp_path}/**/*.trace.json.gz", recursive=True)
-        with gzip.open(path) as f:
-            names = [e.get("name", "") for e in json.load(f)["traceEvents"]]
+        names = _trace_names(tmp_path)
         assert sum("jax_gg" in name for name in names) >= 30, "the trace shows the kernels"
         assert not [name for name in names if re.search("MemcpyD2H|DtoH", name)]
 
