@@ -233,24 +233,26 @@ def plot(rows, meta, path):
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
+    us = {(r["shape"], r["direction"], r["impl"]): r["us"] for r in rows}
     shapes = list(dict.fromkeys(r["shape"] for r in rows))
-    impls = [i for i in dict.fromkeys(r["impl"] for r in rows) if i != "copy"]
-    fig, axes = plt.subplots(len(DIRECTIONS), 1, figsize=(12, 10), sharex=True, layout="constrained")
+    impls = [i for i in dict.fromkeys(r["impl"] for r in rows) if i not in ("copy", "dense")]
+    fig, axes = plt.subplots(len(DIRECTIONS), 1, figsize=(12, 9), sharex=True, layout="constrained")
     for ax, direction in zip(axes, DIRECTIONS, strict=True):
         for i, impl in enumerate(impls):
-            at = {r["shape"]: r["tflops"] for r in rows if (r["impl"], r["direction"]) == (impl, direction)}
+            share = [
+                max(us[s, direction, "copy"], us[s, direction, "dense"]) / us.get((s, direction, impl), np.inf)
+                for s in shapes
+            ]
             x = np.arange(len(shapes)) + (i - (len(impls) - 1) / 2) * 0.8 / len(impls)
-            ax.bar(x, [at.get(s, 0) for s in shapes], 0.8 / len(impls), label=impl)
-        for s, shape in enumerate(shapes):
-            limit = [r for r in rows if (r["shape"], r["direction"], r["impl"]) == (shape, direction, "copy")]
-            flops = next(p.flops for p in problems.BENCHMARKS if p.name == shape)
-            if limit:
-                y = flops / limit[0]["us"] / 1e6
-                ax.plot([s - 0.45, s + 0.45], [y, y], "k--", lw=1, label="copy rate" if s == 0 else None)
-        ax.set(ylabel=f"{direction}, TFLOP/s", ylim=(0, 900))
+            ax.bar(x, share, 0.8 / len(impls), label=impl)
+        ax.axhline(1, color="k", ls="--", lw=1)
+        ax.set(ylabel=direction, ylim=(0, 1.15))
         ax.set_xticks(np.arange(len(shapes)), shapes, rotation=20, ha="right")
-    axes[0].legend(ncols=6, fontsize="small")
-    fig.suptitle(f"Grouped matmul in bf16 on {meta['gpu']} (higher is better; dashed: all bytes at the rate of a copy)")
+    axes[0].legend(ncols=6, fontsize="small", loc="lower right")
+    fig.suptitle(
+        f"Grouped matmul in bf16 on {meta['gpu']}: the share of the speed of its limit (higher is better)\n"
+        "limit: the longer of a dense matmul of the same operations and a copy of the same bytes"
+    )
     fig.savefig(path, dpi=90)
 
 

@@ -95,7 +95,7 @@ def test_files_name_no_machine():
     folders = ("cpp", "jax_gg", "tests", "examples", "benchmarks", "docs", ".ci")
     files = [f for f in ROOT.iterdir() if f.is_file()]
     files += [f for folder in folders for f in (ROOT / folder).rglob("*") if f.is_file()]
-    files = [f for f in files if f.suffix not in (".png", ".pyc", ".so")]
+    files = [f for f in files if f.suffix not in (".png", ".pyc", ".so", ".gz")]
     assert len(files) > 40
     for f in files:
         found = re.search(r"/(home|root|Users)/\w|\b(pypi|pythonhosted)\.org\b", f.read_text(encoding="utf-8"))
