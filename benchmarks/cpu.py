@@ -9,8 +9,8 @@ bf16 through f32, as NumPy multiplies no bf16; `dense`, one NumPy matmul of the 
 Everything that is compared runs in one process, round after round in a shuffled order on fresh random operands: shown
 are medians, of ratios those of the ratios within a round, so that a machine that is now slow, now fast compares like
 with like. `ragged_dot` is slow and takes part in a few rounds only. Where others use the cores, BLAS's threads wait for
-each other, and figures grow severalfold, not all by the same factor: with `--patience`, rounds wait for a quiet machine
-and are repeated if it was not. The share of the machine that others used is in the results.
+each other, and figures grow severalfold, not all by the same factor: `--realtime` gives the timed calls, and nothing
+else, precedence over other processes (on Linux, as root).
 
 Memory is that of the first call in a process of its own: the high-water mark of resident memory during the call
 (VmHWM, reset before it through /proc/self/clear_refs), less what was resident before and less the result. Compilation
@@ -18,6 +18,7 @@ comes before, BLAS's buffers count.
 """
 
 import argparse
+import contextlib
 import ctypes
 import datetime
 import functools
@@ -32,7 +33,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -51,6 +52,9 @@ IMPLS = ("jax_gg", "ragged_dot", "numpy", "dense")
 MOST_NUMPY = 1.15
 LEAST_RAGGED_DOT = {16: 5, 64: 20}
 MOST_MIB = 64
+
+Seconds = dict[tuple[str, str], dict[int, float]]
+"""By direction and impl, then by round."""
 
 # BLAS's threads spin for a while after a call, each library's its own, and would take the cores from the next one.
 PAUSE_SECONDS = 0.05
@@ -103,37 +107,27 @@ def dense_function(direction: str, lhs: np.ndarray, matrix: np.ndarray, dout: np
     return a @ b
 
 
-# The share of the machine that others may use in a round that counts.
-QUIET = 0.04
+@contextlib.contextmanager
+def realtime() -> Iterator[None]:
+    """Lets all threads of this process run before those of others."""
+
+    def schedule(policy: int, priority: int) -> None:
+        for thread in os.listdir("/proc/self/task"):
+            os.sched_setscheduler(int(thread), policy, os.sched_param(priority))
+
+    schedule(os.SCHED_RR, 1)
+    try:
+        yield
+    finally:
+        schedule(os.SCHED_OTHER, 0)
 
 
-class Others:
-    """How busy other processes keep the machine."""
-
-    def __init__(self):
-        self.begin = self._now()
-
-    @staticmethod
-    def _now() -> tuple[float, float]:
-        user, nice, system, _, _, *more = map(int, pathlib.Path("/proc/stat").read_text().split()[1:9])
-        return (user + nice + system + sum(more)) / os.sysconf("SC_CLK_TCK") - time.process_time(), time.perf_counter()
-
-    def share(self) -> float:
-        """Of all cores, since this object was made."""
-        busy, now = self._now()
-        return max(0.0, busy - self.begin[0]) / (now - self.begin[1]) / (os.cpu_count() or 1)
-
-
-def time_case(
-    g: int, dtype: str, rounds: int, slow_rounds: int, patience: float
-) -> tuple[dict[tuple[str, str], dict[int, float]], float]:
-    """Seconds, by direction and impl, then by round; and the largest share of the machine that others used."""
+def time_case(g: int, dtype: str, rounds: int, slow_rounds: int, timing: Callable) -> Seconds:
+    """Each call within the context `timing()`."""
     rng = np.random.default_rng()
     functions = {(d, i): jax_function(JAX_MATMULS[i], d) for d in DIRECTIONS for i in JAX_MATMULS}
-    seconds: dict[tuple[str, str], dict[int, float]] = {(d, i): {} for d in DIRECTIONS for i in IMPLS}
-    deadline = time.perf_counter() + patience
-    round_, others_used = -1, 0.0  # the first compiles and is not counted
-    while round_ < rounds:
+    seconds: Seconds = {(d, i): {} for d in DIRECTIONS for i in IMPLS}
+    for round_ in range(-1, rounds):  # the first compiles and is not counted
         operands = make_operands(g, dtype, rng)
         arrays = jax.block_until_ready([jnp.asarray(x) for x in operands])
         lhs, rhs, _, dout = operands
@@ -145,27 +139,15 @@ def time_case(
                 calls[d, "ragged_dot"] = functools.partial(functions[d, "ragged_dot"], *arrays)
             calls[d, "numpy"] = functools.partial(numpy_function, d, *operands)
             calls[d, "dense"] = functools.partial(dense_function, d, *dense)
-        while True:
-            others = Others()
-            time.sleep(0.3)
-            if others.share() <= QUIET or time.perf_counter() > deadline:
-                break
-        others = Others()
-        took = {}
         for name in random.sample(list(calls), len(calls)):
             time.sleep(PAUSE_SECONDS)
-            begin = time.perf_counter()
-            jax.block_until_ready(calls[name]())
-            took[name] = time.perf_counter() - begin
-        used = others.share()
-        if round_ >= 0:
-            if used > QUIET and time.perf_counter() < deadline:
-                continue
-            others_used = max(others_used, used)
-            for name, t in took.items():
-                seconds[name][round_] = t
-        round_ += 1
-    return seconds, others_used
+            with timing():
+                begin = time.perf_counter()
+                jax.block_until_ready(calls[name]())
+                took = time.perf_counter() - begin
+            if round_ >= 0:
+                seconds[name][round_] = took
+    return seconds
 
 
 def memory_status(field: str) -> int:
@@ -210,7 +192,7 @@ def meta() -> dict[str, Any]:
 
 def measure(g: int, dtype: str, *how: Any) -> list[dict[str, Any]]:
     """One record for each direction and impl."""
-    seconds, others_used = time_case(g, dtype, *how)
+    seconds = time_case(g, dtype, *how)
     records = []
     for direction, impl in itertools.product(DIRECTIONS, IMPLS):
         own = seconds[direction, impl]
@@ -223,7 +205,6 @@ def measure(g: int, dtype: str, *how: Any) -> list[dict[str, Any]]:
         record |= {
             "us": round(statistics.median(own.values()) * 1e6),
             "rounds": len(own),
-            "others_used": round(others_used, 3),
         }
         if impl in JAX_MATMULS:
             record["peak_mib"] = round(peak_mib(g, dtype, direction, impl), 1)
@@ -291,9 +272,7 @@ def main() -> None:
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--slow-rounds", type=int, default=2, help="of these, rounds that ragged_dot takes part in")
-    parser.add_argument(
-        "--patience", type=float, default=0, help="seconds to wait for a quiet machine, for each dtype and g"
-    )
+    parser.add_argument("--realtime", action="store_true", help="let no other process run during the timed calls")
     parser.add_argument("--memory", nargs=4, metavar=("G", "DTYPE", "DIRECTION", "IMPL"), help="only that, one call")
     parser.add_argument(
         "--readme", type=pathlib.Path, metavar="RESULTS", help="only print the table of these for README.md"
@@ -307,10 +286,11 @@ def main() -> None:
     if args.memory:
         print_memory(int(args.memory[0]), *args.memory[1:])
         return
-    records = [{"meta": meta()}]
+    timing = realtime if args.realtime else contextlib.nullcontext
+    records = [{"meta": meta() | {"realtime": args.realtime}}]
     print(json.dumps(records[0]), flush=True)
     for dtype, g in itertools.product(args.dtypes, args.groups):
-        case = measure(g, dtype, args.rounds, args.slow_rounds, args.patience)
+        case = measure(g, dtype, args.rounds, args.slow_rounds, timing)
         records += case
         print(table(case), flush=True)
     if args.out:
