@@ -53,6 +53,8 @@ def test_readme_commands(command):
 def test_readme_links():
     links = re.findall(r"\]\((?!https?:)([^)#]+)", README)
     assert len(links) >= 3
+    if not RESULTS.exists():  # an sdist has none
+        links = [link for link in links if not link.startswith("benchmarks/results/")]
     for link in links:
         assert (ROOT / link).is_file(), link
 
