@@ -32,10 +32,10 @@ def _array(name: str, x: Any, rank: int, dims: str) -> jax.Array:
         raise TypeError(_say(name, type(x).__name__, f"an array of shape {dims}"))
     if x.ndim != rank:
         raise ValueError(_say(name, f"shape {tuple(x.shape)}", f"{rank} dimensions, {dims}"))
-    x = jnp.asarray(x)
+    # Before JAX sees it, whose own message for a dtype that it does not know (big-endian, objects) names no argument.
     if str(x.dtype) not in _OPERANDS:
         raise TypeError(_say(name, f"dtype {x.dtype}", f"{_one_of(_OPERANDS)}"))
-    return x
+    return jnp.asarray(x)
 
 
 def _same_dtype(lhs: jax.Array, rhs: jax.Array) -> None:
@@ -69,7 +69,8 @@ def tgmm_operands(lhs: Any, rhs: Any) -> tuple[jax.Array, jax.Array]:
 
 
 def _few_rows(lhs: jax.Array) -> None:
-    if lhs.shape[0] > _INT32.max:
+    # A symbolic number of rows, of an export, cannot be compared.
+    if isinstance(lhs.shape[0], int) and lhs.shape[0] > _INT32.max:
         raise ValueError(_say("lhs", f"m = {lhs.shape[0]} rows", f"at most {_INT32.max}"))
 
 
@@ -87,13 +88,15 @@ def _integers(name: str, x: Any, expected: str) -> jax.Array:
             x = np.asarray(x, dtype=np.int64 if np.size(x) == 0 else None)
         except (TypeError, ValueError) as e:  # ragged, or a list of traced values
             raise TypeError(_say(name, type(x).__name__, expected)) from e
-        if x.dtype == object:  # Python integers that 64 bits do not hold
+        if x.dtype == object and all(isinstance(i, int) for i in x.ravel()):
             raise TypeError(_say(name, "integers beyond 64 bits", expected))
     if not isinstance(x, (jax.Array, np.ndarray, np.generic)):
         raise TypeError(_say(name, type(x).__name__, expected))
-    if not jnp.issubdtype(x.dtype, jnp.integer):
+    # NumPy counts time differences among the integers.
+    if not jnp.issubdtype(x.dtype, jnp.integer) or jnp.issubdtype(x.dtype, np.timedelta64):
         raise TypeError(_say(name, f"dtype {x.dtype}", expected))
     if not isinstance(x, jax.Array):
+        x = x.astype(x.dtype.newbyteorder("="))
         # Clip here: without x64, JAX would keep the low 32 bits of a 64-bit integer.
         if x.dtype.itemsize >= 4:
             x = np.clip(x, _INT32.min, _INT32.max).astype(np.int32)
@@ -133,8 +136,8 @@ def num_groups(x: Any, sizes: jax.Array) -> int:
         return sizes.shape[0]
     if isinstance(x, bool) or not isinstance(x, (int, np.integer)):
         raise TypeError(_say("num_groups", type(x).__name__, "an int"))
-    if x < 0:
-        raise ValueError(_say("num_groups", x, "at least 0"))
+    if not 0 <= x <= _INT32.max:
+        raise ValueError(_say("num_groups", x, f"0 to {_INT32.max}"))
     return int(x)
 
 
@@ -154,14 +157,24 @@ def result_dtype(preferred_element_type: Any, operand: np.dtype) -> np.dtype:
 
 def are_gmm_dtypes(lhs: Any, rhs: Any, preferred_element_type: Any) -> bool:
     """Whether `gmm` serves these operands, as far as dtypes go; anything without a dtype is left for it to refuse."""
-    names = [str(jnp.asarray(x).dtype) for x in (lhs, rhs) if isinstance(x, (jax.Array, np.ndarray))]
-    if any(name not in _OPERANDS for name in names) or len(set(names)) > 1:
+    arrays = [x for x in (lhs, rhs) if isinstance(x, (jax.Array, np.ndarray))]
+    if any(str(x.dtype) not in _OPERANDS for x in arrays):
         return False
-    return preferred_element_type is None or str(jnp.dtype(preferred_element_type)) in _RESULTS[names[0]]
+    names = [str(jnp.asarray(x).dtype) for x in arrays]
+    if len(set(names)) > 1:
+        return False
+    if not names or preferred_element_type is None:
+        return True
+    try:
+        return str(jnp.dtype(preferred_element_type)) in _RESULTS[names[0]]
+    except TypeError:  # not a dtype at all
+        return True
 
 
 _ALGORITHMS = {
     "DEFAULT": jax.lax.Precision.DEFAULT,
+    "F16_F16_F16": jax.lax.Precision.DEFAULT,
+    "BF16_BF16_BF16": jax.lax.Precision.DEFAULT,
     "F32_F32_F32": jax.lax.Precision.HIGHEST,
     "F64_F64_F64": jax.lax.Precision.HIGHEST,
     "BF16_BF16_F32": jax.lax.Precision.DEFAULT,
@@ -192,8 +205,9 @@ def precision(x: Any) -> jax.lax.Precision:
         return _ALGORITHMS[x]
     try:
         return jax.lax.Precision(x)
-    except ValueError as e:
-        raise ValueError(_say("precision", repr(x), expected)) from e
+    except (TypeError, ValueError) as e:
+        got = type(x).__name__ if isinstance(e, TypeError) else repr(x)
+        raise type(e)(_say("precision", got, expected)) from e
 
 
 def kernel(x: Any) -> str:

@@ -169,7 +169,7 @@ def ragged_dot(
             f"out_sharding: got {out_sharding}, expected None: jax_gg.ragged_dot has no sharding yet"
         )
     if group_offset is None and not _checks.are_gmm_dtypes(lhs, rhs, preferred_element_type):
-        return jax.lax.ragged_dot(lhs, rhs, group_sizes, precision, preferred_element_type)
+        return jax.lax.ragged_dot(lhs, rhs, _checks.group_sizes(group_sizes), precision, preferred_element_type)
     return gmm(
         lhs,
         rhs,

@@ -43,7 +43,7 @@ CASES = {
     "lhs-rank": (ValueError, lambda: gmm(LHS[0]), "lhs: got shape (4,), expected 2 dimensions, [m, k]"),
     "lhs-rank-3": (ValueError, lambda: gmm(RHS), "lhs: got shape (3, 4, 5), expected 2 dimensions, [m, k]"),
     "rhs-rank": (ValueError, lambda: gmm(rhs=LHS), "rhs: got shape (6, 4), expected 3 dimensions, [g, k, n]"),
-    "lhs-dtype": (TypeError, lambda: gmm(LHS.astype(int)), f"lhs: got dtype int32, expected {DTYPES}"),
+    "lhs-dtype": (TypeError, lambda: gmm(LHS.astype(int)), f"lhs: got dtype int64, expected {DTYPES}"),
     "rhs-dtype": (TypeError, lambda: gmm(rhs=RHS.astype(np.complex64)), f"rhs: got dtype complex64, expected {DTYPES}"),
     "lhs-f8": (
         TypeError,
@@ -187,7 +187,11 @@ CASES = {
         lambda: tgmm(rhs=jnp.zeros((6, 4), jnp.bfloat16)),
         "rhs: got dtype bfloat16, expected the dtype of lhs, float32",
     ),
-    "tgmm-num-groups-negative": (ValueError, lambda: tgmm(num_groups=-1), "num_groups: got -1, expected at least 0"),
+    "tgmm-num-groups-negative": (
+        ValueError,
+        lambda: tgmm(num_groups=-1),
+        "num_groups: got -1, expected 0 to 2147483647",
+    ),
     "tgmm-num-groups-float": (TypeError, lambda: tgmm(num_groups=2.0), "num_groups: got float, expected an int"),
     "tgmm-num-groups-bool": (TypeError, lambda: tgmm(num_groups=True), "num_groups: got bool, expected an int"),
     "tgmm-sizes-float": (
@@ -204,6 +208,41 @@ CASES = {
         TypeError,
         lambda: tgmm(preferred_element_type="float64"),
         "preferred_element_type: got float64, expected float16, bfloat16 or float32 for float32 operands",
+    ),
+    "big-endian": (
+        TypeError,
+        lambda: gmm(LHS.astype(">f4")),
+        "lhs: got dtype >f4, expected float16, bfloat16, float32 or float64",
+    ),
+    "sizes-time": (
+        TypeError,
+        lambda: gmm(sizes=SIZES.astype("m8[s]")),
+        "group_sizes: got dtype timedelta64[s], expected an integer array of shape [g]",
+    ),
+    "sizes-none-in-list": (
+        TypeError,
+        lambda: gmm(sizes=[None, 1, 2]),
+        "group_sizes: got dtype object, expected an integer array of shape [g]",
+    ),
+    "num-groups-huge": (
+        ValueError,
+        lambda: tgmm(num_groups=2**63),
+        "num_groups: got 9223372036854775808, expected 0 to 2147483647",
+    ),
+    "precision-type": (
+        TypeError,
+        lambda: gmm(precision={}),
+        "precision: got dict, expected None, a jax.lax.Precision, ...",
+    ),
+    "ragged-dot-lists": (
+        TypeError,
+        lambda: jax_gg.ragged_dot([[1.0]], [[[1.0]]], [1], preferred_element_type=np.float32),
+        "lhs: got list, expected an array of shape [m, k]",
+    ),
+    "ragged-dot-dtype": (
+        TypeError,
+        lambda: jax_gg.ragged_dot(LHS, RHS, SIZES, preferred_element_type="foo"),
+        "preferred_element_type: got 'foo', expected float16, bfloat16 or float32 for float32 operands",
     ),
     "kernel": (
         TypeError,

@@ -5,6 +5,10 @@
 #include <memory>
 #include <type_traits>
 
+#if defined(__SSE2__)
+#include <pmmintrin.h>
+#endif
+
 #include "cpu/blas.h"
 #include "cpu/convert.h"
 
@@ -27,6 +31,19 @@ struct Panel {
   bool transposed;
 };
 
+// XLA's threads round numbers below the normal range to zero, those of BLAS do not: unless both do the same, it depends
+// on the thread what a row gives. While this lives, the calling thread keeps them too.
+class KeepSubnormals {
+ public:
+#if defined(__SSE2__)
+  KeepSubnormals() : before_(_mm_getcsr()) { _mm_setcsr(before_ & ~(_MM_FLUSH_ZERO_ON | _MM_DENORMALS_ZERO_ON)); }
+  ~KeepSubnormals() { _mm_setcsr(before_); }
+
+ private:
+  unsigned before_;
+#endif
+};
+
 template <typename T>
 void CallBlas(int64_t m, int64_t n, int64_t k, Panel<T> a, Panel<T> b, bool accumulate, T* c, int64_t ldc) {
   // BLAS is column-major. Read that way, a row-major matrix is its own transpose, and C^T = op(B)^T op(A)^T.
@@ -34,6 +51,7 @@ void CallBlas(int64_t m, int64_t n, int64_t k, Panel<T> a, Panel<T> b, bool accu
   int mm = static_cast<int>(n), nn = static_cast<int>(m), kk = static_cast<int>(k);
   int ldb = static_cast<int>(b.row_stride), lda = static_cast<int>(a.row_stride), ld = static_cast<int>(ldc);
   T one = 1, beta = accumulate ? 1 : 0;
+  [[maybe_unused]] const KeepSubnormals keep;
   GemmOf(T{})(&trans_b, &trans_a, &mm, &nn, &kk, &one, const_cast<T*>(b.data), &ldb, const_cast<T*>(a.data), &lda,
               &beta, c, &ld);
 }
