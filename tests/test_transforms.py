@@ -195,3 +195,15 @@ class TestTransformsCpu(Cpu, Transforms):
 
 class TestTransformsGpu(Gpu, Transforms):
     pass
+
+
+def test_export_for_any_number_of_rows():
+    (m,) = jax.export.symbolic_shape("m")
+    checks = [jax.export.DisabledSafetyCheck.custom_call("jax_gg_gmm")]
+    shapes = (jax.ShapeDtypeStruct(s, np.float32) for s in ((m, 4), (2, 4, 3)))
+    exported = jax.export.export(jax.jit(jax_gg.gmm), disabled_checks=checks)(
+        *shapes, jax.ShapeDtypeStruct((2,), np.int32)
+    )
+    for rows in (1, 5):
+        out = exported.call(np.ones((rows, 4), np.float32), np.ones((2, 4, 3), np.float32), np.array([2, 1], np.int32))
+        np.testing.assert_array_equal(out[:, 0], ([4] * 3 + [0] * 2)[:rows])
