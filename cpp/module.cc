@@ -5,6 +5,11 @@
 #include <nanobind/stl/vector.h>
 
 #include <cstring>
+#include <string>
+
+#if __has_include(<dlfcn.h>)
+#include <dlfcn.h>
+#endif
 
 #include "cpu/blas.h"
 #include "cpu/handlers.h"
@@ -32,13 +37,34 @@ void* BlasFunction(nb::handle capi, const char* name) {
   return PyCapsule_GetPointer(capsule.ptr(), signature);
 }
 
+// The functions of that same library, if it is an OpenBLAS, that say how many threads share a product. They have the
+// prefix of the wheels on PyPI, or none.
+void FindBlasThreads(const std::string& path, jax_gg::cpu::Blas& blas) {
+#if __has_include(<dlfcn.h>)
+  // Never closed: Python has it open as well.
+  void* library = dlopen(path.c_str(), RTLD_LAZY | RTLD_NOLOAD);
+  if (library == nullptr) return;
+  for (const std::string prefix : {"scipy_", ""}) {
+    void* get = dlsym(library, (prefix + "openblas_get_num_threads").c_str());
+    void* set = dlsym(library, (prefix + "openblas_set_num_threads").c_str());
+    if (get == nullptr || set == nullptr) continue;
+    blas.get_num_threads = reinterpret_cast<int (*)()>(get);
+    blas.set_num_threads = reinterpret_cast<void (*)(int)>(set);
+    return;
+  }
+#else
+  (void)path, (void)blas;
+#endif
+}
+
 }  // namespace
 
 NB_MODULE(_jax_gg, module) {
-  nb::object capi = nb::module_::import_("scipy.linalg.cython_blas").attr("__pyx_capi__");
+  nb::object scipy = nb::module_::import_("scipy.linalg.cython_blas"), capi = scipy.attr("__pyx_capi__");
   auto& blas = jax_gg::cpu::TheBlas();
   blas.sgemm = reinterpret_cast<jax_gg::cpu::GemmFunction<float>*>(BlasFunction(capi, "sgemm"));
   blas.dgemm = reinterpret_cast<jax_gg::cpu::GemmFunction<double>*>(BlasFunction(capi, "dgemm"));
+  FindBlasThreads(nb::cast<std::string>(scipy.attr("__file__")), blas);
 
   module.def(
       "registrations",

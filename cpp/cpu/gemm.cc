@@ -15,12 +15,8 @@
 namespace jax_gg::cpu {
 namespace {
 
-// Blocks of op(A), op(B) and C. A converted block is used once for every row (or column) of the block it multiplies,
-// so large ones make conversion cheap; these keep the three in 8 MiB of f32.
-constexpr int64_t kBlockM = 512, kBlockN = 2048, kBlockK = 512;
-
-// Rows converted by one task: large enough to be worth waking a thread for.
-constexpr int64_t kConvertElements = 1 << 16;
+// The inner dimension of a converted block.
+constexpr int64_t kBlockK = 512;
 
 constexpr int64_t kBlasMax = std::numeric_limits<int>::max();
 
@@ -57,90 +53,68 @@ void CallBlas(int64_t m, int64_t n, int64_t k, Panel<T> a, Panel<T> b, bool accu
 }
 
 template <typename From, typename T>
-void ConvertRows(const Executor& executor, const From* from, int64_t row_stride, int64_t rows, int64_t cols, T* to) {
-  const int64_t step = std::max<int64_t>(1, kConvertElements / cols);
-  ParallelFor(executor, (rows + step - 1) / step, [=](int64_t task) {
-    for (int64_t r = task * step, end = std::min(rows, r + step); r < end; ++r) {
-      const From* source = from + r * row_stride;
-      T* target = to + r * cols;
-      for (int64_t c = 0; c < cols; ++c) target[c] = Load(source[c]);
-    }
-  });
+constexpr bool InPlace(const Operand& x) {
+  return std::is_same_v<From, T> && x.row_stride <= kBlasMax;
 }
 
-template <typename T, typename To>
-void StoreRows(const Executor& executor, const T* from, int64_t rows, int64_t cols, To* to, int64_t row_stride) {
-  const int64_t step = std::max<int64_t>(1, kConvertElements / cols);
-  ParallelFor(executor, (rows + step - 1) / step, [=](int64_t task) {
-    for (int64_t r = task * step, end = std::min(rows, r + step); r < end; ++r) {
-      const T* source = from + r * cols;
-      To* target = to + r * row_stride;
-      for (int64_t c = 0; c < cols; ++c) Store(source[c], target + c);
-    }
-  });
-}
-
-// The block of `rows` x `cols` of op(X) at (row, col), in BLAS's dtype; converted into `buffer` when it is not yet.
+// The block of `rows` x `cols` of op(X) at (row, col), in BLAS's dtype; copied into `buffer` where it must be.
 template <typename From, typename T>
-Panel<T> Block(const Executor& executor, Operand x, int64_t row, int64_t col, int64_t rows, int64_t cols, T* buffer) {
+Panel<T> Block(Operand x, int64_t row, int64_t col, int64_t rows, int64_t cols, T* buffer) {
   if (x.transposed) {
     std::swap(row, col);
     std::swap(rows, cols);
   }
   const From* from = static_cast<const From*>(x.data) + row * x.row_stride + col;
   if constexpr (std::is_same_v<From, T>) {
-    if (x.row_stride <= kBlasMax) return {from, x.row_stride, x.transposed};
+    if (InPlace<From, T>(x)) return {from, x.row_stride, x.transposed};
   }
-  ConvertRows(executor, from, x.row_stride, rows, cols, buffer);
+  for (int64_t r = 0; r < rows; ++r) {
+    const From* source = from + r * x.row_stride;
+    T* target = buffer + r * cols;
+    for (int64_t c = 0; c < cols; ++c) target[c] = Load(source[c]);
+  }
   return {buffer, cols, x.transposed};
 }
 
 template <typename From, typename T, typename To>
-void Run(const Executor& executor, int64_t m, int64_t n, int64_t k, Operand a, Operand b, To* c) {
-  constexpr bool kInPlace = std::is_same_v<From, T>, kIntoC = std::is_same_v<To, T>;
-  if constexpr (kInPlace && kIntoC) {
-    if (std::max({m, n, k, a.row_stride, b.row_stride}) <= kBlasMax) {
-      CallBlas<T>(m, n, k, {static_cast<const T*>(a.data), a.row_stride, a.transposed},
-                  {static_cast<const T*>(b.data), b.row_stride, b.transposed}, false, c, n);
-      return;
+void Run(int64_t m, int64_t n, int64_t k, Operand a, Operand b, To* c, int64_t c_row_stride) {
+  const bool a_in_place = InPlace<From, T>(a), b_in_place = InPlace<From, T>(b);
+  const int64_t bk = std::min(k, a_in_place && b_in_place ? kBlasMax : kBlockK);
+  const auto a_block = std::make_unique_for_overwrite<T[]>(a_in_place ? 0 : m * bk);
+  const auto b_block = std::make_unique_for_overwrite<T[]>(b_in_place ? 0 : bk * n);
+  std::unique_ptr<T[]> c_block;
+  T* sum = nullptr;
+  int64_t sum_stride = n;
+  if constexpr (std::is_same_v<To, T>) {
+    if (c_row_stride <= kBlasMax) {
+      sum = c;
+      sum_stride = c_row_stride;
     }
   }
-  const int64_t bm = std::min(m, kBlockM), bn = std::min(n, kBlockN), bk = std::min(k, kBlockK);
-  const auto a_block = std::make_unique_for_overwrite<T[]>(bm * bk);
-  const auto b_block = std::make_unique_for_overwrite<T[]>(bk * bn);
-  const auto c_block = std::make_unique_for_overwrite<T[]>(bm * bn);
-  for (int64_t col = 0; col < n; col += bn) {
-    const int64_t cols = std::min(bn, n - col);
-    for (int64_t row = 0; row < m; row += bm) {
-      const int64_t rows = std::min(bm, m - row);
-      To* target = c + row * n + col;
-      T* sum = c_block.get();
-      int64_t sum_stride = cols;
-      if constexpr (kIntoC) {
-        if (n <= kBlasMax) {
-          sum = target;
-          sum_stride = n;
-        }
-      }
-      for (int64_t inner = 0; inner < k; inner += bk) {
-        const int64_t depth = std::min(bk, k - inner);
-        CallBlas<T>(rows, cols, depth, Block<From>(executor, a, row, inner, rows, depth, a_block.get()),
-                    Block<From>(executor, b, inner, col, depth, cols, b_block.get()), inner > 0, sum, sum_stride);
-      }
-      if (static_cast<const void*>(sum) != target) StoreRows(executor, sum, rows, cols, target, n);
-    }
+  if (sum == nullptr) {
+    c_block = std::make_unique_for_overwrite<T[]>(m * n);
+    sum = c_block.get();
+  }
+  for (int64_t inner = 0; inner < k; inner += bk) {
+    const int64_t depth = std::min(bk, k - inner);
+    CallBlas<T>(m, n, depth, Block<From>(a, 0, inner, m, depth, a_block.get()),
+                Block<From>(b, inner, 0, depth, n, b_block.get()), inner > 0, sum, sum_stride);
+  }
+  if (c_block == nullptr) return;
+  for (int64_t row = 0; row < m; ++row) {
+    for (int64_t col = 0; col < n; ++col) Store(sum[row * n + col], c + row * c_row_stride + col);
   }
 }
 
 template <typename From>
-void RunFrom(const Executor& executor, Dtype out, int64_t m, int64_t n, int64_t k, Operand a, Operand b, void* c) {
+void RunFrom(Dtype out, int64_t m, int64_t n, int64_t k, Operand a, Operand b, void* c, int64_t c_row_stride) {
   switch (out) {
     case Dtype::kF16:
-      return Run<From, float>(executor, m, n, k, a, b, static_cast<F16*>(c));
+      return Run<From, float>(m, n, k, a, b, static_cast<F16*>(c), c_row_stride);
     case Dtype::kBF16:
-      return Run<From, float>(executor, m, n, k, a, b, static_cast<BF16*>(c));
+      return Run<From, float>(m, n, k, a, b, static_cast<BF16*>(c), c_row_stride);
     case Dtype::kF32:
-      return Run<From, float>(executor, m, n, k, a, b, static_cast<float*>(c));
+      return Run<From, float>(m, n, k, a, b, static_cast<float*>(c), c_row_stride);
     case Dtype::kF64:
       return;  // Only from f64, below: GroupedProblem::Check.
   }
@@ -148,17 +122,16 @@ void RunFrom(const Executor& executor, Dtype out, int64_t m, int64_t n, int64_t 
 
 }  // namespace
 
-void Gemm(const Executor& executor, Dtype in, Dtype out, int64_t m, int64_t n, int64_t k, Operand a, Operand b,
-          void* c) {
+void Gemm(Dtype in, Dtype out, int64_t m, int64_t n, int64_t k, Operand a, Operand b, void* c, int64_t c_row_stride) {
   switch (in) {
     case Dtype::kF16:
-      return RunFrom<F16>(executor, out, m, n, k, a, b, c);
+      return RunFrom<F16>(out, m, n, k, a, b, c, c_row_stride);
     case Dtype::kBF16:
-      return RunFrom<BF16>(executor, out, m, n, k, a, b, c);
+      return RunFrom<BF16>(out, m, n, k, a, b, c, c_row_stride);
     case Dtype::kF32:
-      return RunFrom<float>(executor, out, m, n, k, a, b, c);
+      return RunFrom<float>(out, m, n, k, a, b, c, c_row_stride);
     case Dtype::kF64:
-      return Run<double, double>(executor, m, n, k, a, b, static_cast<double*>(c));
+      return Run<double, double>(m, n, k, a, b, static_cast<double*>(c), c_row_stride);
   }
 }
 

@@ -5,7 +5,6 @@
 
 #include <cstdint>
 
-#include "cpu/parallel.h"
 #include "problem.h"
 
 namespace jax_gg::cpu {
@@ -17,10 +16,9 @@ struct Operand {
   bool transposed;
 };
 
-// Dimensions are positive; C's rows are dense. Products and sums are in f32, for f64 in f64. Operands in another dtype
-// are converted a block at a time: temporaries stay below 12 MiB whatever the dimensions.
-void Gemm(const Executor& executor, Dtype in, Dtype out, int64_t m, int64_t n, int64_t k, Operand a, Operand b,
-          void* c);
+// Dimensions are positive, m and n below 2^31. Runs on the calling thread. Products and sums are in f32, for f64 in
+// f64. Operands in another dtype are converted a block at a time: temporaries of (m + n) 512 + m n elements at most.
+void Gemm(Dtype in, Dtype out, int64_t m, int64_t n, int64_t k, Operand a, Operand b, void* c, int64_t c_row_stride);
 
 }  // namespace jax_gg::cpu
 
