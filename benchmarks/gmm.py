@@ -7,19 +7,24 @@ Shapes are those of published models (`BENCHMARKS` in tests/problems.py), operan
 `[m, k] x [g, k, n]`; `dlhs`, `[m, n] x [g, k, n]^T`; `drhs`, `[m, k]^T x [m, n] -> [g, k, n]`.
 
 Everything that is compared runs in one process, round after round in a shuffled order, because a GPU under load lowers
-its clock: the median of the rounds compares like with like. Kernel time only: of JAX through CUPTI, all kernels of the
-call added up; of torch from CUDA events around a graph of several calls. `dense` is one matmul of the same flops,
-`copy` reads as many bytes as the operands have and writes as many as the result.
+its clock: the median of the rounds compares like with like. Two states: `hot`, round after round without a pause, after
+half a second of the same; `cool`, a few calls after 60 ms without work. Kernel time only: everything that a call puts
+on the device, added up, from one profile of the whole run. `dense` is one matmul of the same flops, `copy` reads as
+many bytes as the operands have and writes as many as the result.
 """
 
 import argparse
 import datetime
+import functools
+import gzip
 import json
 import os
 import pathlib
 import statistics
 import subprocess
 import sys
+import tempfile
+import time
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch needs memory beside jax
 
@@ -38,7 +43,9 @@ from jax_gg import _jax_gg  # noqa: E402
 DIRECTIONS = ("fwd", "dlhs", "drhs")
 IMPLS = ("jax_gg", "jax_gg:sm80", "torch", "ragged_dot", "dense", "copy")
 RAGGED_DOT_BYTES = 16e9  # of its dense temporary, [g, m, max(k, n)]: beyond, it is left out
-CALLS = 5  # in a row, for each sample
+STATES = ("hot", "cool")
+CALLS = {"hot": 5, "cool": 3}  # in a row, for each sample
+HEAT_SECONDS, PAUSE_SECONDS = 0.5, 0.06
 
 
 def problem_bytes(problem, direction):
@@ -82,110 +89,133 @@ def ragged_dot_call(direction):
     return jax.jit(lambda lhs, rhs, sizes: jax.lax.ragged_dot_general(lhs, rhs, sizes, numbers))
 
 
-def samples_of_jax(call, args):
-    """A function that gives the time of each of some calls, in us, as the list of their kernels' names and times."""
-    from jax.experimental.mosaic.gpu import profiler
+class Jax:
+    """Calls of a jitted function. Enqueued one after the other, they end when the last does."""
 
-    measured = profiler.measure(call, aggregate=False, iterations=CALLS)
+    def __init__(self, call, args):
+        self.call = functools.partial(call, *args)
 
-    def samples():
-        _, timings = measured(*args)
-        return [[(name, 1e3 * ms) for name, ms in one] for one in timings]
-
-    return samples
+    def run(self, calls):
+        jax.block_until_ready([self.call() for _ in range(calls)])
 
 
-def samples_of_torch(problem, direction, args):
-    import torch
+class Torch:
+    """Calls of `torch._grouped_mm` on the same operands."""
 
-    lhs, rhs = (torch.from_dlpack(x) for x in args[:2])
-    ends = torch.cumsum(torch.from_dlpack(args[2]), 0, dtype=torch.int32)
-    if direction == "dlhs":
-        rhs = rhs.transpose(1, 2)
-    if direction == "drhs":
-        lhs = lhs.t()
+    def __init__(self, direction, args):
+        import torch
 
-    def call():
-        return torch._grouped_mm(lhs, rhs, offs=ends, out_dtype=torch.bfloat16)
+        lhs, rhs, sizes = (torch.from_dlpack(x) for x in args)
+        ends = torch.cumsum(sizes, 0, dtype=torch.int32)
+        if direction == "dlhs":
+            rhs = rhs.transpose(1, 2)
+        if direction == "drhs":
+            lhs = lhs.t()
+        self.call = functools.partial(torch._grouped_mm, lhs, rhs, offs=ends, out_dtype=torch.bfloat16)
+        self.synchronize = torch.cuda.synchronize
 
-    call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(CALLS):
-            call()
-    graph.replay()
-    torch.cuda.synchronize()
-
-    def samples():
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        graph.replay()  # warm, as the calls of the others are
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        return [[("torch", 1e3 * begin.elapsed_time(end) / CALLS)]]
-
-    return samples
+    def run(self, calls):
+        results = [self.call() for _ in range(calls)]
+        self.synchronize()
+        del results
 
 
-def samples_of(impl, problem, direction, args, key):
+def runner_of(impl, problem, direction, args, key):
     name, _, kernel = impl.partition(":")
     if name == "jax_gg":
-        return samples_of_jax(jax_call(direction, kernel), args)
+        return Jax(jax_call(direction, kernel), args)
     if name == "torch":
-        return samples_of_torch(problem, direction, args)
+        return Torch(direction, args)
     if name == "ragged_dot":
         if 2 * problem.g * problem.m * max(problem.k, problem.n) > RAGGED_DOT_BYTES:
             return None
-        return samples_of_jax(ragged_dot_call(direction), args)
+        return Jax(ragged_dot_call(direction), args)
     if name == "dense":
         m, k, n = {"fwd": (0, 1, 2), "dlhs": (0, 2, 1), "drhs": (1, 0, 2)}[direction]
         dims = (problem.m, problem.k, problem.n)
         shapes = (dims[m], dims[k]), (dims[k], dims[n])
         ab = [jax.random.normal(k, s, jnp.bfloat16) for k, s in zip(jax.random.split(key), shapes, strict=True)]
-        return samples_of_jax(jax.jit(jnp.matmul), ab)
+        return Jax(jax.jit(jnp.matmul), ab)
     if name == "copy":
         read, written = problem_bytes(problem, direction)
         x = jax.random.bits(key, ((read + written) // 8,), jnp.uint32)
-        return samples_of_jax(jax.jit(lambda x: x + jnp.uint32(1)), (x,))
+        return Jax(jax.jit(lambda x: x + jnp.uint32(1)), (x,))
     raise ValueError(f"impls: got {impl}, expected one of {', '.join(IMPLS)}, or jax_gg:KERNEL")
 
 
+def profile(run):
+    """What `run()` puts on the device, in order of its start: `[(name, us)]`."""
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            run()
+        (path,) = pathlib.Path(folder).rglob("*.trace.json.gz")
+        with gzip.open(path) as file:
+            events = json.load(file)["traceEvents"]
+    gpus = {e["pid"] for e in events if e.get("name") == "process_name" and "/device:GPU" in e["args"]["name"]}
+    events = [e for e in events if e.get("ph") == "X" and e.get("pid") in gpus and "Memcpy" not in e["name"]]
+    return [(e["name"], e["dur"]) for e in sorted(events, key=lambda e: e["ts"])]
+
+
+def run_rounds(runners, state, rounds, rng, heat=False):
+    """Runs everything, round after round; gives the order."""
+    order = []
+    begin = time.perf_counter()
+    while len(order) < rounds * len(runners) or (heat and time.perf_counter() - begin < HEAT_SECONDS):
+        for impl in rng.permutation(sorted(runners)):
+            if state == "cool":
+                time.sleep(PAUSE_SECONDS)
+            runners[impl].run(CALLS[state])
+            order.append(impl)
+    return order
+
+
+def times_of(runners, state, rounds, rng):
+    """impl -> for each call, the list of the names and times of what it put on the device."""
+    events_of_call = {impl: len(profile(functools.partial(runner.run, 1))) for impl, runner in runners.items()}
+    if state == "hot":
+        run_rounds(runners, state, 1, rng, heat=True)
+    order = []
+    events = profile(lambda: order.extend(run_rounds(runners, state, rounds, rng)))
+    times = {impl: [] for impl in runners}
+    for impl in order:
+        for _ in range(CALLS[state]):
+            own, events = events[: events_of_call[impl]], events[events_of_call[impl] :]
+            if times[impl] and [name for name, _ in times[impl][0]] != [name for name, _ in own]:
+                raise RuntimeError(f"{impl}: the profile shows {own}, expected what an earlier call showed")
+            times[impl].append(own)
+    if events:
+        raise RuntimeError(f"the profile shows {len(events)} kernels that no call put there")
+    return times
+
+
 def measure(problem, direction, impls, rounds, rng):
-    """Yields `{impl, shape, direction, us, tflops, ...}`."""
+    """Yields `{impl, shape, direction, state, us, tflops, ...}`."""
     key = jax.random.key(int(rng.integers(2**31)))
     args = make_operands(problem, direction, key)
-    samples, times = {}, {}
+    runners = {}
     for impl in impls:
         try:
-            sampler = samples_of(impl, problem, direction, args, key)
+            runner = runner_of(impl, problem, direction, args, key)
+            if runner is not None:
+                runner.run(1)
+                runners[impl] = runner
         except Exception as error:
             print(f"{impl} {problem} {direction}: {str(error).splitlines()[0][:150]}", file=sys.stderr)
-            continue
-        if sampler is not None:
-            samples[impl], times[impl] = sampler, []
-    for i in range(rounds):
-        for impl in rng.permutation(sorted(samples)):
-            if impl == "ragged_dot" and i > 0:
-                continue  # up to 100 ms a call
-            try:
-                times[impl] += samples[impl]()
-            except Exception as error:
-                print(f"{impl} {problem} {direction}: {str(error).splitlines()[0][:150]}", file=sys.stderr)
-    for impl, calls in times.items():
-        if not calls:
-            continue
-        us = statistics.median(sum(t for _, t in call) for call in calls)
-        row = {"impl": impl, "shape": problem.name, "direction": direction, "us": round(us, 2)}
-        if impl == "copy":
-            row["tbytes_per_s"] = round(sum(problem_bytes(problem, direction)) / us / 1e6, 3)
-        else:
-            row["tflops"] = round(problem.flops / us / 1e6, 1)
-        fills = [sum(t for name, t in call if "FillKernel" in name) for call in calls]
-        if any(fills):
-            row["fill_us"] = round(statistics.median(fills), 2)
-        yield row
+    # Tens of milliseconds a call: by itself, once.
+    slow = {impl: runners.pop(impl) for impl in ("ragged_dot",) if impl in runners}
+    runs = [(slow, "hot", 1)] * bool(slow) + [(runners, state, rounds) for state in STATES]
+    for some, state, times in runs:
+        for impl, calls in times_of(some, state, times, rng).items():
+            us = statistics.median(sum(t for _, t in call) for call in calls)
+            row = {"impl": impl, "shape": problem.name, "direction": direction, "state": state, "us": round(us, 2)}
+            if impl == "copy":
+                row["tbytes_per_s"] = round(sum(problem_bytes(problem, direction)) / us / 1e6, 3)
+            else:
+                row["tflops"] = round(problem.flops / us / 1e6, 1)
+            fills = [sum(t for name, t in call if "FillKernel" in name) for call in calls]
+            if any(fills):
+                row["fill_us"] = round(statistics.median(fills), 2)
+            yield row
 
 
 def metadata():
@@ -214,16 +244,35 @@ def metadata():
 
 
 def table(rows, impls):
-    """Rows of text: us of each impl, the best of each line against its limit."""
-    lines = [f"{'shape':20} {'':5}" + "".join(f"{impl[-17:]:>18}" for impl in impls)]
-    by_key = {(r["shape"], r["direction"], r["impl"]): r for r in rows}
-    for shape, direction in dict.fromkeys((r["shape"], r["direction"]) for r in rows):
-        line = f"{shape:20} {direction:5}"
+    """Lines of text: us and TFLOP/s (of copy, TB/s) of each impl, for each shape, direction and state."""
+    lines = [f"{'shape':20} {'':10}" + "".join(f"{impl[-17:]:>18}" for impl in impls)]
+    by_key = {(r["shape"], r["direction"], r["state"], r["impl"]): r for r in rows}
+    for shape, direction, state in dict.fromkeys((r["shape"], r["direction"], r["state"]) for r in rows):
+        line = f"{shape:20} {direction:5}{state:5}"
         for impl in impls:
-            row = by_key.get((shape, direction, impl))
+            row = by_key.get((shape, direction, state, impl))
             text = "" if row is None else f"{row['us']:.0f} us, {row.get('tflops', row.get('tbytes_per_s', 0)):.4g}"
             line += f"{text:>18}"
         lines.append(line)
+    return "\n".join(lines)
+
+
+def summary(rows):
+    """torch's time over ours: the geometric mean and the least, in each state."""
+    us = {(r["state"], r["shape"], r["direction"], r["impl"]): r["us"] for r in rows}
+    lines = []
+    for state in STATES:
+        ratios = {
+            (shape, direction): us[s, shape, direction, "torch"] / ours
+            for (s, shape, direction, impl), ours in us.items()
+            if s == state and impl == "jax_gg" and (s, shape, direction, "torch") in us
+        }
+        if ratios:
+            least = min(ratios, key=ratios.__getitem__)
+            lines.append(
+                f"torch / jax_gg, {state}: {statistics.geometric_mean(ratios.values()):.3f} (geometric mean of "
+                f"{len(ratios)}), least {ratios[least]:.3f} at {' '.join(least)}"
+            )
     return "\n".join(lines)
 
 
@@ -233,7 +282,7 @@ def plot(rows, meta, path):
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    us = {(r["shape"], r["direction"], r["impl"]): r["us"] for r in rows}
+    us = {(r["shape"], r["direction"], r["impl"]): r["us"] for r in rows if r["state"] == "hot"}
     shapes = list(dict.fromkeys(r["shape"] for r in rows))
     impls = [i for i in dict.fromkeys(r["impl"] for r in rows) if i not in ("copy", "dense")]
     fig, axes = plt.subplots(len(DIRECTIONS), 1, figsize=(12, 9), sharex=True, layout="constrained")
@@ -286,11 +335,12 @@ def main():
                 continue
             new = list(measure(problem, direction, args.impls, args.rounds, rng))
             rows += new
-            print(table(new, args.impls).splitlines()[-1], file=sys.stderr, flush=True)
+            print("\n".join(table(new, args.impls).splitlines()[1:]), file=sys.stderr, flush=True)
             if args.out:
                 with args.out.open("a") as f:
                     f.writelines(json.dumps(row) + "\n" for row in new)
     print(table(rows, args.impls))
+    print(summary(rows))
     if args.plot:
         plot(rows, meta, args.plot)
 

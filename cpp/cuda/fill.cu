@@ -1,11 +1,13 @@
+#include <algorithm>
+
 #include "cuda/fill.cuh"
 
 namespace jax_gg::cuda {
 
 cudaError_t Fill(const GroupedProblem& problem, const Workspace& workspace, int tile_m, cudaStream_t stream) {
   // A block no wider than the work: a scan costs by the width of its block, used or not.
-  const int64_t entries =
-      problem.batch * (problem.groups + 1) > workspace.count ? problem.batch * (problem.groups + 1) : workspace.count;
+  const int64_t scanned = problem.batch * (problem.groups + (problem.mode == Mode::kGmm));
+  const int64_t entries = std::max(scanned, workspace.count);
   const auto launch = [&]<int kThreads>() {
     if (problem.mode == Mode::kGmm) {
       FillKernel<Mode::kGmm, kThreads><<<1, kThreads, 0, stream>>>(problem, workspace, tile_m);

@@ -79,21 +79,25 @@ __global__ void __launch_bounds__(kThreads) FillKernel(GroupedProblem p, Workspa
 
   // Groups and weights are counted in 32 bits, for the sake of the divisions; elements and rows in 64.
   const uint32_t groups = p.groups, slots = groups + 1, weights = p.weights;
-  const uint32_t all_slots = static_cast<uint32_t>(p.batch) * slots, count = w.count;
+  // tgmm has no use for the rows past the sum, but for where they begin.
+  const uint32_t scanned = mode == Mode::kGmm ? slots : groups;
+  const uint32_t all_scanned = static_cast<uint32_t>(p.batch) * scanned, count = w.count;
 
   // The first row of each group: sums of sizes, cut at m, which is what RowsEnd gives one group after the other.
   Carry<RowCount, SumRows> row_carry{{0, false}, {}};
-  for (uint32_t base = 0; base < all_slots; base += kThreads) {
-    const uint32_t i = base + thread, batch = i / slots, group = i % slots;
-    const bool is_group = i < all_slots && group < groups;
+  for (uint32_t base = 0; base < all_scanned; base += kThreads) {
+    const uint32_t i = base + thread, batch = i / scanned, group = i % scanned;
+    const bool is_group = i < all_scanned && group < groups;
     const int32_t size = is_group ? p.group_sizes[batch * p.group_sizes_stride + group] : 0;
     // Exclusive by hand: cub's would give the first group of a problem the rows of the problem before.
     const RowCount own{size > 0 ? size : 0, group == 0};
     RowCount sum;
     RowScan(shared.rows).InclusiveScan(own, sum, SumRows(), row_carry);
-    if (i < all_slots) {
+    if (i < all_scanned) {
+      int64_t* const row_begin = w.row_begin + batch * slots + group;
       const int64_t begin = sum.rows - own.rows;
-      w.row_begin[i] = begin < p.m ? begin : p.m;
+      row_begin[0] = begin < p.m ? begin : p.m;
+      if (mode == Mode::kTgmm && group == groups - 1) row_begin[1] = sum.rows < p.m ? sum.rows : p.m;
     }
     __syncthreads();
   }

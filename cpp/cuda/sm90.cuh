@@ -5,9 +5,9 @@
 //
 // A block stays on its processor and takes tile after tile. Of its three warpgroups one feeds, and two compute: each
 // its own tile, so that while one writes its result, the other keeps the tensor cores busy ("pingpong"); or each half
-// of the rows of one larger tile ("cooperative"). The feeding warp takes the next tile from a counter, finds the group
-// it belongs to, tells the computing warpgroup through a ring of tiles, and loads the operands through a ring of
-// stages.
+// of the rows of one larger tile ("cooperative"). One warp of the feeding warpgroup takes the next tile from a counter,
+// finds the group it belongs to, and tells the others through a ring of tiles; another loads the operands through a
+// ring of stages.
 //
 // TMA descriptors are made once on the host: they know addresses and shapes, not sizes. A group's rows end where its
 // descriptor says nothing about, so rows are bounded by the trick of EncodeRagged: in gmm where a tile is stored, in
@@ -25,6 +25,7 @@
 #include <cute/atom/mma_traits_sm90_gmma.hpp>
 #include <cute/tensor.hpp>
 
+#include "cuda/element.h"
 #include "cuda/sm90.h"
 #include "cuda/tensor_map.h"
 #include "cutlass/arch/barrier.h"
@@ -37,26 +38,11 @@ namespace jax_gg::cuda::sm90 {
 using Barrier = cutlass::arch::ClusterBarrier;
 using LoadBarrier = cutlass::arch::ClusterTransactionBarrier;
 
-template <Dtype dtype>
-struct ElementOf;
-template <>
-struct ElementOf<Dtype::kF16> {
-  using type = cutlass::half_t;
-};
-template <>
-struct ElementOf<Dtype::kBF16> {
-  using type = cutlass::bfloat16_t;
-};
-template <>
-struct ElementOf<Dtype::kF32> {
-  using type = float;
-};
-
 constexpr int kWarpgroup = 128;
 constexpr int kThreads = 3 * kWarpgroup;
 constexpr int kStepK = 64;                // 128 bytes of a row
 constexpr int kChunk = 64 * 128;          // bytes: 64 rows of 128 bytes, what one TMA access moves
-constexpr int kRing = 4;                  // tiles on their way from the feeding warp to the computing ones
+constexpr int kRing = 4;                  // tiles on their way from the warp that finds them
 constexpr int kSharedBytes = 227 * 1024;  // that a block may have
 constexpr int kOtherBytes = 7168;         // of them, for what is neither an operand nor a result
 constexpr int kStrip = 16;  // rows of tiles that are visited together, column by column, to share what they read
@@ -279,8 +265,8 @@ struct Grouped {
   static constexpr int kBuffers = kOperandBytes + 6 * kChunk + kOtherBytes <= kSharedBytes ? 3 : 2;
   static constexpr int kWindow = kOperandBytes + 2 * kBuffers * kChunk + kOtherBytes <= kSharedBytes ? 512 : 128;
 
-  // Tiles that are drawn before their turn. More would leave too few for others at the end; but a tile of tgmm can be
-  // shorter than the way of a number from memory.
+  // Tiles that are drawn before loading gets to them. More would leave too few for others at the end; but a tile of
+  // tgmm can be shorter than the way of a number from memory.
   static constexpr int kAhead = kTgmm ? 2 : 1;
 
   struct alignas(1024) SharedStorage {
@@ -290,14 +276,15 @@ struct Grouped {
     uint64_t full[stages], empty[stages];
     uint64_t ring_full[kRing], ring_empty[kRing];
     TileInfo ring[kRing];
-    // Numbers of the next tiles: from the warp that draws them, or from the first block of a cluster to the second.
+    uint64_t wanted[kAhead];  // the loading warp has begun a tile: the number of a later one is drawn
+    // Numbers of the next tiles, from the first block of a cluster to the second.
     uint64_t next_full[kAhead], next_empty[kAhead];
     uint32_t next[kAhead];
-    bool done;
     uint64_t turn[2];  // of the computing warpgroups, where each has its own tiles
     Window<kWindow> window;
   };
 
+  // The first warpgroup. One of its warps says what is computed, another loads it.
   __device__ static void Feed(const Params& p, const CUtensorMap& map_a, const CUtensorMap& map_b, SharedStorage& s,
                               uint32_t rank) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -309,88 +296,86 @@ struct Grouped {
       schedule.Order(threadIdx.x, kWarpgroup);
       cutlass::arch::NamedBarrier::sync(kWarpgroup, 2);
     }
-    if (kCluster == 1 && warp == 1 && lane == 0) Draw(p, s);
-    if (warp != 0) return;
+    if (warp == 0) FindTiles(p, schedule, s, rank);
+    if (warp == 1 && lane == 0) LoadTiles(p, map_a, map_b, s, rank);
+  }
 
-    uint32_t step = 0;
+  // Puts tile after tile into the ring, and after the last one, for each computing warpgroup, that there are no more.
+  template <typename Tiles>
+  __device__ static void FindTiles(const Params& p, Tiles& schedule, SharedStorage& s, uint32_t rank) {
+    uint32_t steps = 0;
     int64_t tile = blockIdx.x / kCluster;
     for (int i = 0;; ++i) {
-      uint32_t next = 0;
-      if (kCluster == 2 && rank == 0 && lane == 0) next = atomicAdd(p.next_tile, 1);
       TileInfo info;
       const bool found = schedule.Find(tile, info);
       if (!found) info.steps = -1;
       if constexpr (kShareB) info.row += static_cast<int32_t>(rank) * tile_m;
       if constexpr (kShareA) info.col += static_cast<int32_t>(rank) * tile_n;
-      info.steps_before = step;
-      // No more tiles: each computing warpgroup is told so.
+      info.steps_before = steps;
       for (int told = 0; told < (found || cooperative ? 1 : 2); ++told) {
         const int slot = (i + told) % kRing;
         Barrier::wait(&s.ring_empty[slot], ((i + told) / kRing + 1) & 1);
-        if (lane == 0) {
+        if (threadIdx.x % 32 == 0) {
           s.ring[slot] = info;
           Barrier::arrive(&s.ring_full[slot]);
         }
       }
-      if (!found) {
-        if (kCluster == 1 && lane == 0) {
-          *const_cast<volatile bool*>(&s.done) = true;
-          Barrier::arrive(&s.next_empty[i % kAhead]);
-        }
-        break;
-      }
-      if (lane == 0) {
-        for (int j = 0; j < info.steps; ++j, ++step) {
-          const int stage = step % stages;
-          Barrier::wait(&s.empty[stage], (step / stages + 1) & 1);
-          // A block whose part of the cluster's tile lies outside the result still loads its half of what both need.
-          const bool used = IsUsed(p, info);
-          LoadBarrier::arrive_and_expect_tx(&s.full[stage],
-                                            (kShareA || used ? kBytesA : 0) + (kShareB || used ? kBytesB : 0));
-          Load(p, map_a, map_b, s, stage, info, j * kStepK, used, rank);
-        }
-      }
-      step = info.steps_before + info.steps;
-      __syncwarp();
-      if (lane == 0) next = NextTile(s, rank, next, i);
+      if (!found) break;
+      steps += info.steps;
+      uint32_t next = 0;
+      if (threadIdx.x % 32 == 0) next = NextTile(p, s, rank, i);
       tile = static_cast<int64_t>(gridDim.x / kCluster) + __shfl_sync(0xffffffffu, next, 0);
+    }
+  }
+
+  // The number of the tile after tile i of this block, counted from the first that no block begins with. In a cluster
+  // the first block draws it, and gives it to the second.
+  __device__ static uint32_t NextTile(const Params& p, SharedStorage& s, uint32_t rank, int i) {
+    const int slot = i % kAhead, phase = i / kAhead & 1;
+    if (kCluster == 2 && rank == 1) {
+      LoadBarrier::arrive_and_expect_tx(&s.next_full[slot], sizeof(uint32_t));
+      Barrier::wait(&s.next_full[slot], phase);
+      const uint32_t next = *const_cast<volatile uint32_t*>(&s.next[slot]);
+      Barrier::arrive(&s.next_empty[slot], 0u, 1u);
+      return next;
+    }
+    // Of tile i + 1 - kAhead.
+    Barrier::wait(&s.wanted[(i + 1) % kAhead], ((i + 1) / kAhead + 1) & 1);
+    const uint32_t next = atomicAdd(p.next_tile, 1);
+    if constexpr (kCluster == 2) {
+      Barrier::wait(&s.next_empty[slot], phase ^ 1);
+      cute::store_shared_remote(next, cute::cast_smem_ptr_to_uint(&s.next[slot]),
+                                cute::cast_smem_ptr_to_uint(&s.next_full[slot]), 1);
+    }
+    return next;
+  }
+
+  // By one thread.
+  __device__ static void LoadTiles(const Params& p, const CUtensorMap& map_a, const CUtensorMap& map_b,
+                                   SharedStorage& s, uint32_t rank) {
+    uint32_t stage = 0, phase = 1;
+    for (int i = 0;; ++i) {
+      const int slot = i % kRing;
+      Barrier::wait(&s.ring_full[slot], i / kRing & 1);
+      const TileInfo t = s.ring[slot];
+      Barrier::arrive(&s.ring_empty[slot]);
+      if (t.steps < 0) break;
+      Barrier::arrive(&s.wanted[i % kAhead]);
+      // A block whose part of the cluster's tile lies outside the result still loads its half of what both need.
+      const bool used = IsUsed(p, t);
+      const uint32_t bytes = (kShareA || used ? kBytesA : 0) + (kShareB || used ? kBytesB : 0);
+      for (int j = 0; j < t.steps; ++j) {
+        Barrier::wait(&s.empty[stage], phase);
+        LoadBarrier::arrive_and_expect_tx(&s.full[stage], bytes);
+        Load(p, map_a, map_b, s, stage, t, j * kStepK, used, rank);
+        if (++stage == stages) stage = 0, phase ^= 1;
+      }
     }
   }
 
   // Whether any of the tile lies in the result.
   __device__ static bool IsUsed(const Params& p, const TileInfo& t) {
     return t.row < (kTgmm ? p.k : t.end) && t.col < p.n;
-  }
-
-  // Draws numbers of tiles, so far ahead that their way from memory does not show.
-  __device__ static void Draw(const Params& p, SharedStorage& s) {
-    for (int i = 0;; ++i) {
-      const int slot = i % kAhead;
-      Barrier::wait(&s.next_empty[slot], (i / kAhead + 1) & 1);
-      if (*const_cast<volatile bool*>(&s.done)) break;
-      s.next[slot] = atomicAdd(p.next_tile, 1);
-      Barrier::arrive(&s.next_full[slot]);
-    }
-  }
-
-  // The number of the tile after this one. The first block of a cluster has drawn it, and gives it to the second.
-  __device__ static uint32_t NextTile(SharedStorage& s, uint32_t rank, uint32_t drawn, int i) {
-    const int slot = i % kAhead;
-    if (kCluster == 2 && rank == 0) {
-      Barrier::wait(&s.next_empty[slot], (i / kAhead + 1) & 1);
-      cute::store_shared_remote(drawn, cute::cast_smem_ptr_to_uint(&s.next[slot]),
-                                cute::cast_smem_ptr_to_uint(&s.next_full[slot]), 1);
-      return drawn;
-    }
-    if constexpr (kCluster == 2) LoadBarrier::arrive_and_expect_tx(&s.next_full[slot], sizeof(drawn));
-    Barrier::wait(&s.next_full[slot], (i / kAhead) & 1);
-    const uint32_t next = *const_cast<volatile uint32_t*>(&s.next[slot]);
-    if constexpr (kCluster == 2) {
-      Barrier::arrive(&s.next_empty[slot], 0u, 1u);
-    } else {
-      Barrier::arrive(&s.next_empty[slot]);
-    }
-    return next;
   }
 
   __device__ static void Load(const Params& p, const CUtensorMap& map_a, const CUtensorMap& map_b, SharedStorage& s,
@@ -616,13 +601,13 @@ struct Grouped {
       }
       for (int i = 0; i < kRing; ++i) {
         Barrier::init(&s.ring_full[i], 1);
-        Barrier::init(&s.ring_empty[i], kSplit * kWarpgroup);
+        Barrier::init(&s.ring_empty[i], kSplit * kWarpgroup + 1);
       }
       for (int i = 0; i < kAhead; ++i) {
+        Barrier::init(&s.wanted[i], 1);
         Barrier::init(&s.next_full[i], 1);
         Barrier::init(&s.next_empty[i], 1);
       }
-      s.done = false;
       Barrier::init(&s.turn[0], 1);
       Barrier::init(&s.turn[1], 1);
       cutlass::arch::fence_barrier_init();
