@@ -17,10 +17,10 @@ import numpy as np
 
 sys.path.append(str(pathlib.Path(__file__).parent))
 
-from gmm import CALLS, jax_call, metadata, samples_of_jax
+from gmm import Jax, jax_call, metadata, profile
 
 GROUPS = (8, 32, 128, 512, 1024, 4096)
-ROUNDS = 4
+CALLS = 20
 
 
 def fill_us(direction, groups, rng):
@@ -28,9 +28,9 @@ def fill_us(direction, groups, rng):
     m, k, n = int(sizes.sum()), 64, 64
     shapes = ((m, k), (groups, k, n)) if direction == "fwd" else ((m, k), (m, n))
     args = [jax.device_put(rng.standard_normal(s, np.float32).astype(jnp.bfloat16)) for s in shapes]
-    samples = samples_of_jax(jax_call(direction, "sm80"), (*args, jax.device_put(sizes)))
-    calls = [call for _ in range(ROUNDS) for call in samples()]
-    return statistics.median(sum(us for name, us in call if "FillKernel" in name) for call in calls)
+    runner = Jax(jax_call(direction, "sm80"), (*args, jax.device_put(sizes)))
+    runner.run(1)
+    return statistics.median(us for name, us in profile(lambda: runner.run(CALLS)) if "FillKernel" in name)
 
 
 def main():
@@ -45,7 +45,7 @@ def main():
         for groups in GROUPS
         for direction in ("fwd", "drhs")
     ]
-    print(f"{'groups':>8}{'gmm':>8}{'tgmm':>8}   (us, median of {ROUNDS * CALLS})")
+    print(f"{'groups':>8}{'gmm':>8}{'tgmm':>8}   (us, median of {CALLS})")
     for gmm, tgmm in zip(rows[::2], rows[1::2], strict=True):
         print(f"{gmm['groups']:8}{gmm['us']:8.2f}{tgmm['us']:8.2f}")
     if args.out:

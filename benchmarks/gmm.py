@@ -7,10 +7,10 @@ Shapes are those of published models (`BENCHMARKS` in tests/problems.py), operan
 `[m, k] x [g, k, n]`; `dlhs`, `[m, n] x [g, k, n]^T`; `drhs`, `[m, k]^T x [m, n] -> [g, k, n]`.
 
 Everything that is compared runs in one process, round after round in a shuffled order, because a GPU under load lowers
-its clock: the median of the rounds compares like with like. Two states: `hot`, round after round without a pause, after
-half a second of the same; `cool`, a few calls after 60 ms without work. Kernel time only: everything that a call puts
-on the device, added up, from one profile of the whole run. `dense` is one matmul of the same flops, `copy` reads as
-many bytes as the operands have and writes as many as the result.
+its clock: the median of the rounds compares like with like. Two states: `hot`, 10 ms of each after the other without a
+pause, after half a second of the same; `cool`, three calls of each after 60 ms without work. Kernel time only:
+everything that a call puts on the device, added up, from one profile of the whole run. `dense` is one matmul of the
+same flops, `copy` reads as many bytes as the operands have and writes as many as the result.
 """
 
 import argparse
@@ -44,7 +44,8 @@ DIRECTIONS = ("fwd", "dlhs", "drhs")
 IMPLS = ("jax_gg", "jax_gg:sm80", "torch", "ragged_dot", "dense", "copy")
 RAGGED_DOT_BYTES = 16e9  # of its dense temporary, [g, m, max(k, n)]: beyond, it is left out
 STATES = ("hot", "cool")
-CALLS = {"hot": 5, "cool": 3}  # in a row, for each sample
+COOL_CALLS = 3  # in a row, for each sample
+HOT_US, HOT_CALLS = 10e3, (5, 60)  # calls in a row for about as long, between these numbers of calls
 HEAT_SECONDS, PAUSE_SECONDS = 0.5, 0.06
 
 
@@ -156,35 +157,41 @@ def profile(run):
     return [(e["name"], e["dur"]) for e in sorted(events, key=lambda e: e["ts"])]
 
 
-def run_rounds(runners, state, rounds, rng, heat=False):
-    """Runs everything, round after round; gives the order."""
+def run_rounds(runners, calls, rounds, rng, pause=0.0, seconds=0.0):
+    """Runs everything, round after round, so many and at least so long; gives the order."""
     order = []
     begin = time.perf_counter()
-    while len(order) < rounds * len(runners) or (heat and time.perf_counter() - begin < HEAT_SECONDS):
+    while len(order) < rounds * len(runners) or time.perf_counter() - begin < seconds:
         for impl in rng.permutation(sorted(runners)):
-            if state == "cool":
-                time.sleep(PAUSE_SECONDS)
-            runners[impl].run(CALLS[state])
+            time.sleep(pause)
+            runners[impl].run(calls[impl])
             order.append(impl)
     return order
 
 
 def times_of(runners, state, rounds, rng):
     """impl -> for each call, the list of the names and times of what it put on the device."""
-    events_of_call = {impl: len(profile(functools.partial(runner.run, 1))) for impl, runner in runners.items()}
+    single = {impl: profile(functools.partial(runner.run, 1)) for impl, runner in runners.items()}
     if state == "hot":
-        run_rounds(runners, state, 1, rng, heat=True)
+        us = {impl: sum(t for _, t in events) for impl, events in single.items()}
+        calls = {impl: int(np.clip(HOT_US / us[impl], *HOT_CALLS)) for impl in runners}
+        run_rounds(runners, calls, 1, rng, seconds=HEAT_SECONDS)
+        pause = 0.0
+    else:
+        calls, pause = dict.fromkeys(runners, COOL_CALLS), PAUSE_SECONDS
     order = []
-    events = profile(lambda: order.extend(run_rounds(runners, state, rounds, rng)))
+    events = profile(lambda: order.extend(run_rounds(runners, calls, rounds, rng, pause)))
     times = {impl: [] for impl in runners}
+    begin = 0
     for impl in order:
-        for _ in range(CALLS[state]):
-            own, events = events[: events_of_call[impl]], events[events_of_call[impl] :]
-            if times[impl] and [name for name, _ in times[impl][0]] != [name for name, _ in own]:
-                raise RuntimeError(f"{impl}: the profile shows {own}, expected what an earlier call showed")
+        for _ in range(calls[impl]):
+            own = events[begin : begin + len(single[impl])]
+            begin += len(single[impl])
+            if [name for name, _ in own] != [name for name, _ in single[impl]]:
+                raise RuntimeError(f"{impl}: the profile shows {own}, expected {single[impl]}, as by itself")
             times[impl].append(own)
-    if events:
-        raise RuntimeError(f"the profile shows {len(events)} kernels that no call put there")
+    if begin != len(events):
+        raise RuntimeError(f"the profile shows {len(events) - begin} kernels that no call put there")
     return times
 
 
@@ -257,6 +264,20 @@ def table(rows, impls):
     return "\n".join(lines)
 
 
+def readme_table(rows):
+    """The rows as README.md shows them: us."""
+    us = {(r["shape"], r["direction"], r["impl"], r["state"]): r["us"] for r in rows}
+    columns = [(i, "hot") for i in ("jax_gg", "torch", "copy", "dense")] + [(i, "cool") for i in ("jax_gg", "torch")]
+    lines = ["| m, k, n, g | | " + " | ".join(i if s == "hot" else f"{i}, cool" for i, s in columns) + " |"]
+    lines.append("|---" * (2 + len(columns)) + "|")
+    for p in problems.BENCHMARKS:
+        for direction in DIRECTIONS:
+            shape = f"{p.m}, {p.k}, {p.n}, {p.g}{' zipf' * p.name.endswith('zipf')}" if direction == "fwd" else ""
+            cells = " | ".join(f"{us[p.name, direction, *column]:.0f}" for column in columns)
+            lines.append(f"| {shape} | {direction} | {cells} |")
+    return "\n".join(lines)
+
+
 def summary(rows):
     """torch's time over ours: the geometric mean and the least, in each state."""
     us = {(r["state"], r["shape"], r["direction"], r["impl"]): r["us"] for r in rows}
@@ -316,7 +337,11 @@ def main():
     parser.add_argument("--out", type=pathlib.Path, help="JSON lines: meta, then one object a measurement")
     parser.add_argument("--plot", type=pathlib.Path, help="PNG")
     parser.add_argument("--plot-only", type=pathlib.Path, metavar="JSONL", help="draw these results, measure nothing")
+    parser.add_argument("--readme", type=pathlib.Path, metavar="JSONL", help="only print the table of these results")
     args = parser.parse_args()
+    if args.readme:
+        print(readme_table([json.loads(line) for line in args.readme.read_text().splitlines()][1:]))
+        return
     if args.plot_only:
         meta, *rows = map(json.loads, args.plot_only.read_text().splitlines())
         plot(rows, meta["meta"], args.plot or args.plot_only.with_suffix(".png"))

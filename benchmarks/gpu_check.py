@@ -12,33 +12,42 @@ import pathlib
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PYTEST = ["-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:benchmark", "-m", "gpu"]
 SANITIZED = ["tests/test_gpu.py", "-k", "test_forced or test_widths"]
 
 
-def parts(out: pathlib.Path, jobs: int) -> dict[str, dict[str, list[str]]]:
+def test_ids() -> list[str]:
+    """Of the tests that run under the sanitizer."""
+    command = [sys.executable, *PYTEST, "--collect-only", *SANITIZED]
+    lines = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    return [line for line in lines if line.startswith("tests/")]
+
+
+def sanitizers(jobs: int) -> dict[str, list[str]]:
+    sanitize = ["compute-sanitizer", "--error-exitcode", "9", "--kernel-name", "kns=jax_gg", "--tool"]
+    pytest = [sys.executable, *PYTEST]
+    commands = {tool: [*sanitize, tool, *pytest, *SANITIZED] for tool in ("memcheck", "racecheck", "synccheck")}
+    # Ten times as slow as the others, and so divided.
+    ids = test_ids()
+    for i in range(jobs):
+        commands[f"initcheck{i}"] = [*sanitize, "initcheck", *pytest, *ids[i::jobs]]
+    return commands
+
+
+def parts(out: pathlib.Path, jobs: int) -> dict[str, Callable[[], dict[str, list[str]]]]:
     """Part -> name -> command; the commands of one part run at the same time."""
     python = sys.executable
-    sanitize = [
-        "compute-sanitizer",
-        "--error-exitcode",
-        "9",
-        "--kernel-regex",
-        "kns=jax_gg",
-    ]
     return {
-        "tests": {"tests": [python, *PYTEST, "-n", str(jobs), "tests"]},
-        "gmm": {
+        "tests": lambda: {"tests": [python, *PYTEST, "-n", str(jobs), "tests"]},
+        "gmm": lambda: {
             "gmm": [python, "benchmarks/gmm.py", "--out", str(out / "gmm.jsonl"), "--plot", str(out / "gmm.png")],
         },
-        "fill": {"fill": [python, "benchmarks/fill.py", "--out", str(out / "fill.jsonl")]},
-        "host_sync": {"host_sync": [python, "benchmarks/host_sync.py", "--out", str(out)]},
-        "sanitizer": {
-            tool: [*sanitize, "--tool", tool, python, *PYTEST, *SANITIZED]
-            for tool in ("memcheck", "racecheck", "initcheck", "synccheck")
-        },
+        "fill": lambda: {"fill": [python, "benchmarks/fill.py", "--out", str(out / "fill.jsonl")]},
+        "host_sync": lambda: {"host_sync": [python, "benchmarks/host_sync.py", "--out", str(out)]},
+        "sanitizer": lambda: sanitizers(jobs),
     }
 
 
@@ -64,7 +73,7 @@ def main():
         }.get(part, {})
         begin = time.monotonic()
         running = {}
-        for name, command in commands.items():
+        for name, command in commands().items():
             with (out / f"{name}.log").open("w") as log:
                 running[name] = subprocess.Popen(
                     command, cwd=ROOT, env={**environment, **more}, stdout=log, stderr=subprocess.STDOUT

@@ -13,6 +13,7 @@
 #include <atomic>
 #include <string>
 
+#include "cuda/element.h"
 #include "cuda/segments.h"
 #include "cuda/sm80.h"
 #include "cutlass/cutlass.h"
@@ -21,21 +22,6 @@
 #include "cutlass/gemm/threadblock/threadblock_swizzle.h"
 
 namespace jax_gg::cuda::sm80 {
-
-template <Dtype dtype>
-struct ElementOf;
-template <>
-struct ElementOf<Dtype::kF16> {
-  using type = cutlass::half_t;
-};
-template <>
-struct ElementOf<Dtype::kBF16> {
-  using type = cutlass::bfloat16_t;
-};
-template <>
-struct ElementOf<Dtype::kF32> {
-  using type = float;
-};
 
 template <Math math>
 struct MathOf {

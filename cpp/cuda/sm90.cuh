@@ -45,7 +45,6 @@ constexpr int kChunk = 64 * 128;          // bytes: 64 rows of 128 bytes, what o
 constexpr int kRing = 4;                  // tiles on their way from the warp that finds them
 constexpr int kSharedBytes = 227 * 1024;  // that a block may have
 constexpr int kOtherBytes = 7168;         // of them, for what is neither an operand nor a result
-constexpr int kStrip = 16;  // rows of tiles that are visited together, column by column, to share what they read
 
 struct Params {
   const int32_t* group_sizes;
@@ -86,12 +85,17 @@ __device__ inline int32_t ShuffleUpSum(int32_t value, int32_t cap) {
   return value;
 }
 
-// Turns tile numbers, which only grow, into tiles. All lanes of one warp call it together.
-template <bool tgmm, int tile_m, int tile_n, int kWindow>
+// Turns tile numbers, which only grow, into tiles, those of a cluster into one. All lanes of one warp call it together.
+template <bool tgmm, int tile_m, int tile_n, int cluster, int kWindow>
 struct Schedule {
   static_assert(kWindow <= 32 * 16);
   const Params& p;
   Window<kWindow>& w;
+  // Rows of tiles that are visited together, column by column, to share what they read. Tiles that are computed at the
+  // same time form about a square where rows of tiles share matrices; where each has its own, only rows can be shared,
+  // and all tiles of a row are computed at the same time.
+  static constexpr int32_t kMostStrip = 16, kLeastStrip = 4;
+  int32_t strip = kMostStrip;
   int64_t first = 0;         // tile of the window
   int64_t tiles = 0;         // in the window
   int32_t window_begin = 0;  // gmm: group; tgmm: weight
@@ -163,6 +167,8 @@ struct Schedule {
         __syncwarp();
       }
       tiles = int64_t{tiles_m} * TilesN();
+      const int32_t at_once = gridDim.x / cluster / TilesN();
+      strip = tiles_m >= 3 * window_size ? kMostStrip : max(kLeastStrip, min(kMostStrip, at_once));
     }
     __syncwarp();
   }
@@ -194,11 +200,11 @@ struct Schedule {
     } else {
       rows_of_tiles = static_cast<int32_t>(tiles / tiles_n);
     }
-    const int32_t strip = static_cast<int32_t>(local / (int64_t{kStrip} * tiles_n)) * kStrip;
-    const int32_t height = rows_of_tiles - strip < kStrip ? rows_of_tiles - strip : kStrip;
-    const int32_t in_strip = static_cast<int32_t>(local - int64_t{strip} * tiles_n);
+    const int32_t strip_row = static_cast<int32_t>(local / (int64_t{strip} * tiles_n)) * strip;
+    const int32_t height = rows_of_tiles - strip_row < strip ? rows_of_tiles - strip_row : strip;
+    const int32_t in_strip = static_cast<int32_t>(local - int64_t{strip_row} * tiles_n);
     info.col = in_strip / height * tile_n;
-    int32_t tile_row = strip + in_strip % height;
+    int32_t tile_row = strip_row + in_strip % height;
     if constexpr (tgmm) {
       const int32_t i = w.order[slot];
       info.row = tile_row * tile_m;
@@ -288,7 +294,7 @@ struct Grouped {
   __device__ static void Feed(const Params& p, const CUtensorMap& map_a, const CUtensorMap& map_b, SharedStorage& s,
                               uint32_t rank) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    Schedule<kTgmm, cluster_m * tile_m, cluster_n * tile_n, kWindow> schedule(p, s.window);
+    Schedule<kTgmm, cluster_m * tile_m, cluster_n * tile_n, kCluster, kWindow> schedule(p, s.window);
     if (warp == 0) schedule.LoadWindow();
     if constexpr (kTgmm) {
       schedule.window_size = min(p.weights, kWindow);
