@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 _INT32 = np.iinfo(np.int32)
 _OPERANDS = ("float16", "bfloat16", "float32", "float64")
@@ -153,6 +154,35 @@ def result_dtype(preferred_element_type: Any, operand: np.dtype) -> np.dtype:
     if str(dtype) not in _RESULTS[str(operand)]:
         raise TypeError(_say("preferred_element_type", dtype, expected))
     return dtype
+
+
+def out_sharding(x: Any, rank: int, dims: str) -> NamedSharding | None:
+    """Returns the sharding of a result `dims`, all of whose axes are Explicit, or all Auto."""
+    if x is None:
+        return None
+    if isinstance(x, PartitionSpec):
+        mesh: Any = jax.sharding.get_abstract_mesh()
+        if mesh.empty:
+            raise ValueError(_say("out_sharding", f"{x} without a mesh", "a NamedSharding, or a mesh of jax.set_mesh"))
+        spec = x
+    elif isinstance(x, NamedSharding):
+        mesh, spec = x.mesh, x.spec
+    else:
+        raise TypeError(_say("out_sharding", type(x).__name__, "None, a PartitionSpec or a NamedSharding"))
+    if len(spec) > rank:
+        raise ValueError(_say("out_sharding", spec, f"at most {rank} dimensions, {dims}"))
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    axes = [axis for part in spec if part is not None for axis in (part if isinstance(part, tuple) else (part,))]
+    if unknown := [axis for axis in axes if axis not in kinds]:
+        raise ValueError(_say("out_sharding", f"{spec}, with {unknown[0]!r}", f"axes of the mesh, {mesh.axis_names}"))
+    expected = AxisType.Explicit if AxisType.Explicit in kinds.values() else AxisType.Auto
+    if wrong := [axis for axis in axes if kinds[axis] != expected]:
+        raise ValueError(
+            _say("out_sharding", f"{wrong[0]!r}, an {kinds[wrong[0]].name} axis", f"{expected.name} axes only")
+        )
+    if getattr(spec, "unreduced", None) or getattr(spec, "reduced", None):
+        raise ValueError(_say("out_sharding", spec, "a sharding that leaves no sum to be done"))
+    return NamedSharding(mesh, spec)
 
 
 def are_gmm_dtypes(lhs: Any, rhs: Any, preferred_element_type: Any) -> bool:

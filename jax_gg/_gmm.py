@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_gg import _batching, _checks, _types
+from jax_gg import _batching, _checks, _sharding, _types
 from jax_gg._spec import Spec
 
 
@@ -32,6 +32,7 @@ def gmm(
     preferred_element_type: Any = None,
     group_offset: Any = None,
     precision: Any = None,
+    out_sharding: Any = None,
     kernel: str | None = None,
 ) -> jax.Array:
     """Multiplies each group of rows of `lhs` by its own matrix of `rhs`.
@@ -58,6 +59,9 @@ def gmm(
         `group_offset + g` of the G. Rows of all other groups are exactly zero in the result.
       precision: as in `jax.lax.dot`. For float32 operands on a GPU, the default rounds them to TF32 and `HIGH` and
         `HIGHEST` keep full float32 accuracy.
+      out_sharding: how the result is split over the devices, a `PartitionSpec` or a `NamedSharding`. It is the sharding
+        in the type of the result over Explicit mesh axes, and a constraint over Auto ones. None: with Explicit axes,
+        as the operands are split; with Auto axes, the compiler decides.
       kernel: on a GPU, choose only among kernels whose name starts so, such as `"sm80"`; for tests and benchmarks.
 
     Returns:
@@ -69,6 +73,7 @@ def gmm(
     """
     lhs, rhs = _checks.gmm_operands(lhs, rhs, transpose_rhs)
     sizes = _checks.group_sizes(group_sizes)
+    sharding = _checks.out_sharding(out_sharding, 2, "[m, n]")
     if group_offset is None:
         _checks.as_many_groups("rhs", rhs.shape[0], sizes)
     spec = Spec(
@@ -77,9 +82,10 @@ def gmm(
         transpose_rhs=bool(transpose_rhs),
         num_groups=rhs.shape[0],
         precision=_checks.precision(precision),
+        out_sharding=sharding if _types.is_explicit(sharding) else None,
         kernel=_checks.kernel(kernel),
     )
-    return _jitted(spec, lhs, rhs, sizes, _checks.group_offset(group_offset))
+    return _constrained(_jitted(spec, lhs, rhs, sizes, _checks.group_offset(group_offset)), sharding)
 
 
 def tgmm(
@@ -91,6 +97,7 @@ def tgmm(
     group_offset: Any = None,
     num_groups: int | None = None,
     precision: Any = None,
+    out_sharding: Any = None,
     kernel: str | None = None,
 ) -> jax.Array:
     """Sums, for each group of rows, the outer products of the rows of `lhs` and `rhs`.
@@ -111,6 +118,9 @@ def tgmm(
       num_groups: g, the number of matrices in the result; by default G.
       precision: as in `jax.lax.dot`. For float32 operands on a GPU, the default rounds them to TF32 and `HIGH` and
         `HIGHEST` keep full float32 accuracy.
+      out_sharding: how the result is split over the devices, a `PartitionSpec` or a `NamedSharding`. It is the sharding
+        in the type of the result over Explicit mesh axes, and a constraint over Auto ones. None: with Explicit axes,
+        as the operands are split; with Auto axes, the compiler decides.
       kernel: on a GPU, choose only among kernels whose name starts so, such as `"sm80"`; for tests and benchmarks.
 
     Returns:
@@ -122,14 +132,16 @@ def tgmm(
     """
     lhs, rhs = _checks.tgmm_operands(lhs, rhs)
     sizes = _checks.group_sizes(group_sizes)
+    sharding = _checks.out_sharding(out_sharding, 3, "[g, k, n]")
     spec = Spec(
         mode="tgmm",
         out_dtype=_checks.result_dtype(preferred_element_type, lhs.dtype),
         num_groups=_checks.num_groups(num_groups, sizes),
         precision=_checks.precision(precision),
+        out_sharding=sharding if _types.is_explicit(sharding) else None,
         kernel=_checks.kernel(kernel),
     )
-    return _jitted(spec, lhs, rhs, sizes, _checks.group_offset(group_offset))
+    return _constrained(_jitted(spec, lhs, rhs, sizes, _checks.group_offset(group_offset)), sharding)
 
 
 def ragged_dot(
@@ -154,22 +166,19 @@ def ragged_dot(
       precision: as in `jax.lax.dot`.
       preferred_element_type: dtype of the result, by default that of the operands.
       group_offset: see `gmm`.
-      out_sharding: must be None: not supported yet.
+      out_sharding: see `gmm`.
 
     Returns:
       `[m, n]`.
 
     Raises:
-      NotImplementedError: `out_sharding` is given.
       TypeError: an argument has the wrong type or dtype.
       ValueError: an argument has the wrong shape.
     """
-    if out_sharding is not None:
-        raise NotImplementedError(
-            f"out_sharding: got {out_sharding}, expected None: jax_gg.ragged_dot has no sharding yet"
-        )
     if group_offset is None and not _checks.are_gmm_dtypes(lhs, rhs, preferred_element_type):
-        return jax.lax.ragged_dot(lhs, rhs, _checks.group_sizes(group_sizes), precision, preferred_element_type)
+        # Before JAX 0.9, it had no out_sharding.
+        more = {} if out_sharding is None else {"out_sharding": out_sharding}
+        return jax.lax.ragged_dot(lhs, rhs, _checks.group_sizes(group_sizes), precision, preferred_element_type, **more)
     return gmm(
         lhs,
         rhs,
@@ -177,13 +186,21 @@ def ragged_dot(
         preferred_element_type=preferred_element_type,
         group_offset=group_offset,
         precision=precision,
+        out_sharding=out_sharding,
     )
 
 
+def _constrained(x: jax.Array, sharding: jax.sharding.NamedSharding | None) -> jax.Array:
+    """`x` with a sharding over Auto axes; that over Explicit ones is in its type already."""
+    if sharding is None or _types.is_explicit(sharding):
+        return x
+    return jax.lax.with_sharding_constraint(x, sharding)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _grouped(spec: Spec, lhs, rhs, group_sizes, group_offset):
-    """`spec` applied to operands without a batch dimension; `group_offset` is `[1]`."""
-    return _batching.grouped(spec, lhs[None], rhs[None], group_sizes[None], group_offset)[0]
+def _grouped(spec: Spec, lhs, rhs, group_sizes, group_offset, like=None):
+    """`spec` applied; `group_offset` is `[1]`. The result should be sharded as `like` is, which is not read."""
+    return _batching.grouped(spec, lhs, rhs, group_sizes, group_offset, *(() if like is None else (like,)))
 
 
 # Outside jit, one program instead of an operation at a time; and shard_map outside jit refuses a custom_vjp that has
@@ -198,30 +215,51 @@ class _Primal:
 
     dtype: np.dtype
     varying: _types.Axes
+    sharding: jax.sharding.NamedSharding | None  # None without Explicit axes
+
+    @classmethod
+    def of(cls, x: jax.Array) -> "_Primal":
+        mesh = _types.explicit_mesh(x)
+        sharding = None if mesh is None else jax.sharding.NamedSharding(mesh, _types.spec(x))
+        return cls(x.dtype, _types.varying_axes(x), sharding)
 
 
-def _forward(spec, lhs, rhs, group_sizes, group_offset):
+def _forward(spec, lhs, rhs, group_sizes, group_offset, like):
     # Arrives as CustomVJPPrimal, which tells whose gradient is wanted. An operand is kept only for the gradient of the
     # other one, so that nothing is stored or computed for a gradient that nobody asked for.
-    types = [_Primal(x.value.dtype, _types.varying_axes(x.value)) for x in (lhs, rhs)]
+    types = [_Primal.of(x.value) for x in (lhs, rhs)]
     # Not None in its place: under jit, JAX takes the tree of the residuals from one differentiation to another that
     # perturbs other operands (as those of a second derivative do).
     unused = jnp.zeros((), jnp.bool_)
     kept = (rhs.value if lhs.perturbed else unused, lhs.value if rhs.perturbed else unused)
+    like_rhs = _alike(spec, rhs.value, lhs.perturbed) if rhs.perturbed else None
     # The custom_vjp function itself, not what it wraps: the second derivative differentiates this line.
-    out = _grouped(spec, lhs.value, rhs.value, group_sizes.value, group_offset.value)
-    return out, (*kept, group_sizes.value, group_offset.value, *types)
+    like = None if like is None else like.value
+    out = _grouped(spec, lhs.value, rhs.value, group_sizes.value, group_offset.value, like)
+    return out, (*kept, unused if like_rhs is None else like_rhs, group_sizes.value, group_offset.value, *types)
+
+
+def _alike(spec: Spec, rhs: jax.Array, is_kept: bool) -> jax.Array | None:
+    """What tells where the matrices of `rhs` are: there, their gradients belong, but are computed from nothing that is.
+
+    Over Explicit axes, their type tells it.
+    """
+    if spec.mode != "gmm" or 0 in rhs.shape or not _sharding.is_distributed(rhs):
+        return None
+    if is_kept:
+        return rhs
+    return rhs[:, 0, 0] if _types.explicit_mesh(rhs) is None else None
 
 
 def _backward(spec, residuals, dout):
-    rhs, lhs, sizes, offset, lhs_type, rhs_type = residuals
+    rhs, lhs, like, sizes, offset, lhs_type, rhs_type = residuals
     if isinstance(dout, jax.custom_derivatives.SymbolicZero):
-        return None, None, None, None
+        return None, None, None, None, None
     dout = dout.astype(lhs_type.dtype)
 
-    def apply(a, b, like: _Primal, **changes):
-        mode = dataclasses.replace(spec, out_dtype=like.dtype, **changes)
-        return _types.psum_to_type_of(_grouped(mode, a, b, sizes, offset), like.varying)
+    def apply(a, b, primal: _Primal, like=None, **changes):
+        changed = dataclasses.replace(spec, out_dtype=primal.dtype, out_sharding=primal.sharding, **changes)
+        return _types.psum_to_type_of(_grouped(changed, a, b, sizes, offset, like), primal.varying)
 
     dlhs = drhs = None
     if spec.mode == "gmm":
@@ -229,13 +267,14 @@ def _backward(spec, residuals, dout):
             dlhs = apply(dout, rhs, lhs_type, transpose_rhs=not spec.transpose_rhs)
         if lhs.ndim:
             a, b = (dout, lhs) if spec.transpose_rhs else (lhs, dout)
-            drhs = apply(a, b, rhs_type, mode="tgmm", transpose_rhs=False)
+            like = jax.lax.stop_gradient(like) if like.ndim else None
+            drhs = apply(a, b, rhs_type, like, mode="tgmm", transpose_rhs=False)
     else:
         if rhs.ndim:
             dlhs = apply(rhs, dout, lhs_type, mode="gmm", transpose_rhs=True)
         if lhs.ndim:
             drhs = apply(lhs, dout, rhs_type, mode="gmm")
-    return dlhs, drhs, None, None
+    return dlhs, drhs, None, None, None
 
 
 _grouped.defvjp(_forward, _backward, symbolic_zeros=True)

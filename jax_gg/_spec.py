@@ -16,6 +16,7 @@ class Spec:
       transpose_rhs: `gmm` only: `rhs` is `[g, n, k]`.
       num_groups: `tgmm` only: g of the result.
       precision: how f32 operands are multiplied where hardware offers a choice.
+      out_sharding: of the result, without the dimensions of vmap, over Explicit mesh axes; None for as the operands'.
       kernel: only kernels whose name starts so may serve a call on a GPU; empty for all.
     """
 
@@ -24,4 +25,5 @@ class Spec:
     transpose_rhs: bool = False
     num_groups: int = 0
     precision: jax.lax.Precision = jax.lax.Precision.DEFAULT
+    out_sharding: jax.sharding.NamedSharding | None = None
     kernel: str = ""

@@ -1,6 +1,7 @@
-"""The types of values inside `shard_map`, under the names that JAX gives them from 0.8 on.
+"""What the types of values say about mesh axes, under the names that JAX gives it from 0.8 on.
 
-With `check_vma`, a value's type says over which manual mesh axes it varies from device to device.
+Inside `shard_map` with `check_vma`, over which manual axes a value varies from device to device; with Explicit axes,
+over which of them its dimensions are split.
 """
 
 from typing import Any
@@ -49,3 +50,28 @@ def psum_to_type_of(cotangent: jax.Array, primal_varying: Axes) -> jax.Array:
     """
     extra = tuple(varying_axes(cotangent) - primal_varying)
     return jax.lax.psum(cotangent, extra) if extra else cotangent
+
+
+def explicit_mesh(*arrays: jax.Array) -> Any:
+    """The mesh of the context or else of `arrays`; None if it has no Explicit axes."""
+    # That of the context first: inside a vmap over a split dimension, it lacks the axes of this dimension.
+    for mesh in (jax.sharding.get_abstract_mesh(), *(jax.typeof(x).sharding.mesh for x in arrays)):
+        if not mesh.empty:
+            return mesh if explicit_axes(mesh) else None
+    return None
+
+
+def explicit_axes(mesh: Any) -> tuple[Any, ...]:
+    """The names of the Explicit axes of `mesh`."""
+    pairs = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return tuple(name for name, kind in pairs if kind == jax.sharding.AxisType.Explicit)
+
+
+def spec(x: jax.Array) -> jax.sharding.PartitionSpec:
+    """How the dimensions of `x` are split over Explicit axes."""
+    return jax.typeof(x).sharding.spec
+
+
+def is_explicit(sharding: jax.sharding.NamedSharding | None) -> bool:
+    """Whether a sharding belongs into a type."""
+    return sharding is not None and bool(explicit_axes(sharding.mesh))

@@ -251,9 +251,9 @@ CASES = {
     ),
     "tgmm-precision": (ValueError, lambda: tgmm(precision="exact"), "precision: got 'exact', expected None, ..."),
     "ragged-dot-sharding": (
-        NotImplementedError,
+        ValueError,
         lambda: jax_gg.ragged_dot(LHS, RHS, SIZES, out_sharding=jax.P("x")),
-        "out_sharding: got ..., expected None: jax_gg.ragged_dot has no sharding yet",
+        "out_sharding: got ... without a mesh, expected a NamedSharding, or a mesh of jax.set_mesh",
     ),
     "ragged-dot-rank": (
         ValueError,
