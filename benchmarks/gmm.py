@@ -305,7 +305,8 @@ def plot(rows, meta, path):
 
     us = {(r["shape"], r["direction"], r["impl"]): r["us"] for r in rows if r["state"] == "hot"}
     shapes = list(dict.fromkeys(r["shape"] for r in rows))
-    impls = [i for i in dict.fromkeys(r["impl"] for r in rows) if i not in ("copy", "dense")]
+    measured = dict.fromkeys(r["impl"] for r in rows)
+    impls = [i for i in dict.fromkeys((*IMPLS, *measured)) if i in measured and i not in ("copy", "dense")]
     fig, axes = plt.subplots(len(DIRECTIONS), 1, figsize=(12, 9), sharex=True, layout="constrained")
     for ax, direction in zip(axes, DIRECTIONS, strict=True):
         for i, impl in enumerate(impls):
