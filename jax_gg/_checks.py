@@ -240,6 +240,25 @@ def precision(x: Any) -> jax.lax.Precision:
         raise type(e)(_say("precision", got, expected)) from e
 
 
+def positive(name: str, x: Any) -> int:
+    """Returns an int of 1 or more."""
+    if isinstance(x, bool) or not isinstance(x, (int, np.integer)):
+        raise TypeError(_say(name, type(x).__name__, "an int"))
+    if x < 1:
+        raise ValueError(_say(name, x, "1 or more"))
+    return int(x)
+
+
+def compute_capability(x: Any) -> int:
+    """Returns 10 * major + minor."""
+    expected = "two ints, such as (9, 0)"
+    if not isinstance(x, tuple) or not all(isinstance(part, int) for part in x):
+        raise TypeError(_say("compute_capability", repr(x), expected))
+    if len(x) != 2 or x[0] < 1 or not 0 <= x[1] <= 9:
+        raise ValueError(_say("compute_capability", x, expected))
+    return 10 * x[0] + x[1]
+
+
 def kernel(x: Any) -> str:
     """Returns the prefix of kernel names; None means any."""
     if x is not None and not isinstance(x, str):

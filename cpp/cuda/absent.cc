@@ -18,6 +18,10 @@ ffi::Error Run(ffi::RemainingArgs, ffi::RemainingRets, ffi::Dictionary) {
 
 std::string BuiltFor() { return {}; }
 std::vector<std::string> KernelNames() { return {}; }
+std::optional<DeviceNumbers> CurrentDeviceNumbers() { return std::nullopt; }
+std::pair<std::string, std::string> ExplainChoice(const GroupedProblem&, const DeviceNumbers&, std::string_view) {
+  return {};
+}
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxGgCudaGmm, Run, ffi::Ffi::Bind().RemainingArgs().RemainingRets().Attrs());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxGgCudaTgmm, Run, ffi::Ffi::Bind().RemainingArgs().RemainingRets().Attrs());

@@ -8,6 +8,7 @@
 #include <array>
 #include <atomic>
 #include <mutex>
+#include <utility>
 
 #include "binding.h"
 #include "cuda/select.h"
@@ -85,6 +86,18 @@ std::vector<std::string> KernelNames() {
   std::vector<std::string> names;
   for (const Kernel& kernel : Kernels()) names.push_back(kernel.Operands() + ": " + kernel.Name());
   return names;
+}
+
+std::optional<DeviceNumbers> CurrentDeviceNumbers() {
+  Device device;
+  if (CurrentDevice(&device) != cudaSuccess) return std::nullopt;
+  return DeviceNumbers{device.arch, device.processors, device.shared_bytes};
+}
+
+std::pair<std::string, std::string> ExplainChoice(const GroupedProblem& problem, const DeviceNumbers& device,
+                                                  std::string_view prefix) {
+  Explanation explanation = Explain(problem, {device.arch, device.processors, device.shared_bytes}, prefix);
+  return {std::move(explanation.kernel), std::move(explanation.text)};
 }
 
 #define JAX_GG_BINDING BindGrouped(ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>())

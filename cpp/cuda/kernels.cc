@@ -1,5 +1,6 @@
 #include "cuda/kernels.h"
 
+#include <cstdint>
 #include <limits>
 #include <sstream>
 
@@ -10,6 +11,7 @@ namespace jax_gg::cuda {
 namespace {
 
 constexpr int kAny = std::numeric_limits<int>::max();
+constexpr int64_t kAny64 = std::numeric_limits<int64_t>::max();
 
 #define JAX_GG_SM80(rate_, layout_, in_, out_, math_, alignment_, m, n, k, warp_m, warp_n, stages)                   \
   Kernel{.family = "sm80",                                                                                           \
@@ -22,8 +24,8 @@ constexpr int kAny = std::numeric_limits<int>::max();
          .alignment = alignment_,                                                                                    \
          .tile = {m, n, k, stages, 1, 1},                                                                            \
          .rate = rate_,                                                                                              \
-         .max_batch = kAny,                                                                                          \
-         .max_rows = kAny,                                                                                           \
+         .max_rows = kAny64,                                                                                         \
+         .max_tiles = kAny64,                                                                                        \
          .launch = &sm80::Launch<Layout::layout_, Dtype::in_, Dtype::out_, Math::math_, alignment_, m, n, k, warp_m, \
                                  warp_n, stages>},
 
@@ -39,8 +41,8 @@ constexpr int kAny = std::numeric_limits<int>::max();
       .alignment = 8,                                                                           \
       .tile = {m, n, 64, stages, cluster_m, cluster_n},                                         \
       .rate = rate_,                                                                            \
-      .max_batch = 1,                                                                           \
       .max_rows = 1 << 30,                                                                      \
+      .max_tiles = INT32_MAX - (1 << 16),                                                       \
       .launch =                                                                                 \
           &sm90::Launch<Layout::layout_, Dtype::in_, Dtype::out_, m, n, stages, cluster_m, cluster_n, cooperative>},
 

@@ -22,8 +22,8 @@ struct Kernel {
   int alignment;  // k and n must be multiples, and pointers aligned to as many elements
   Tile tile;
   int rate;           // TFLOP/s when all tiles are full and many, measured once on one GPU; only ratios matter
-  int64_t max_batch;  // independent problems in one call
-  int64_t max_rows;   // m
+  int64_t max_rows;   // of all problems of a call
+  int64_t max_tiles;  // of the result
 
   // Enqueues the whole problem on the stream and returns. No allocation, no synchronisation, no read of device memory:
   // XLA may be capturing the stream into a CUDA graph. `workspace` holds GroupedProblem::WorkspaceBytes().

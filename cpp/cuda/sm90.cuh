@@ -50,12 +50,17 @@ struct Params {
   const int32_t* group_sizes;
   const int32_t* group_offset;
   uint32_t* next_tile;
+  int32_t batch;
   int32_t m, k, n;
   int32_t groups, weights;
+  // From one problem to the next, 0 where all share it: entries of group_sizes and group_offset, rows of lhs, and rows
+  // (tgmm) or matrices (gmm) of rhs.
+  int32_t sizes_step, offset_step, lhs_step, rhs_step;
 };
 
-// One tile of the result and what it is computed from.
-struct TileInfo {
+// One tile of the result and what it is computed from. Rows and weights are counted within its problem.
+struct alignas(16) TileInfo {
+  int32_t problem;
   int32_t row, col;    // of the result's matrix
   int32_t begin, end;  // rows of the group
   int32_t weight;
@@ -86,6 +91,7 @@ __device__ inline int32_t ShuffleUpSum(int32_t value, int32_t cap) {
 }
 
 // Turns tile numbers, which only grow, into tiles, those of a cluster into one. All lanes of one warp call it together.
+// 32 bits hold the number of tiles: Launch has seen to it.
 template <bool tgmm, int tile_m, int tile_n, int cluster, int kWindow>
 struct Schedule {
   static_assert(kWindow <= 32 * 16);
@@ -96,8 +102,9 @@ struct Schedule {
   // and all tiles of a row are computed at the same time.
   static constexpr int32_t kMostStrip = 16, kLeastStrip = 4;
   int32_t strip = kMostStrip;
-  int64_t first = 0;         // tile of the window
-  int64_t tiles = 0;         // in the window
+  int32_t first = 0;         // tile of the window
+  int32_t tiles = 0;         // in the window
+  int32_t problem = 0;       // that the window is part of
   int32_t window_begin = 0;  // gmm: group; tgmm: weight
   int32_t window_size = 0;
   int32_t next_group = 0;  // first that is not summed yet
@@ -114,7 +121,7 @@ struct Schedule {
   __device__ void Sum32(int32_t& begin, int32_t& end) {
     const int lane = threadIdx.x % 32;
     const int32_t group = next_group + lane;
-    int32_t size = group < p.groups ? p.group_sizes[group] : 0;
+    int32_t size = group < p.groups ? p.group_sizes[int64_t{problem} * p.sizes_step + group] : 0;
     size = size < 0 ? 0 : size < p.m ? size : p.m;
     const int32_t sum = ShuffleUpSum(size, p.m);
     end = RowsEnd(row, sum, p.m);
@@ -148,7 +155,7 @@ struct Schedule {
           next_group = static_cast<int32_t>(end_group);
         }
       }
-      tiles = int64_t{window_size} * TilesM() * TilesN();
+      tiles = window_size * TilesM() * TilesN();
     } else {
       int32_t tiles_m = 0;
       for (int base = 0; base < window_size; base += 32) {
@@ -166,7 +173,7 @@ struct Schedule {
         tiles_m += __shfl_sync(0xffffffffu, count, 31);
         __syncwarp();
       }
-      tiles = int64_t{tiles_m} * TilesN();
+      tiles = tiles_m * TilesN();
       const int32_t at_once = gridDim.x / cluster / TilesN();
       strip = tiles_m >= 3 * window_size ? kMostStrip : max(kLeastStrip, min(kMostStrip, at_once));
     }
@@ -183,26 +190,31 @@ struct Schedule {
     }
   }
 
-  __device__ bool Find(int64_t tile, TileInfo& info) {
-    while (tile >= first + tiles) {
+  __device__ bool Find(int32_t tile, TileInfo& info) {
+    while (tile - first >= tiles) {
       first += tiles;
       window_begin += window_size;
-      if (window_begin >= Entries()) return false;
+      if (window_begin >= Entries()) {
+        if (++problem >= p.batch) return false;
+        window_begin = next_group = row = 0;
+        offset = p.group_offset[int64_t{problem} * p.offset_step];
+      }
       LoadWindow();
     }
-    int64_t local = tile - first;
+    int32_t local = tile - first;
     int32_t slot = 0, rows_of_tiles;
     const int32_t tiles_n = TilesN();
     if constexpr (tgmm) {
       rows_of_tiles = TilesM();
-      slot = static_cast<int32_t>(local / (int64_t{rows_of_tiles} * tiles_n));
-      local -= int64_t{slot} * rows_of_tiles * tiles_n;
+      slot = local / (rows_of_tiles * tiles_n);
+      local -= slot * rows_of_tiles * tiles_n;
     } else {
-      rows_of_tiles = static_cast<int32_t>(tiles / tiles_n);
+      rows_of_tiles = tiles / tiles_n;
     }
-    const int32_t strip_row = static_cast<int32_t>(local / (int64_t{strip} * tiles_n)) * strip;
-    const int32_t height = rows_of_tiles - strip_row < strip ? rows_of_tiles - strip_row : strip;
-    const int32_t in_strip = static_cast<int32_t>(local - int64_t{strip_row} * tiles_n);
+    const int32_t strip_row = local / (strip * tiles_n) * strip;
+    const int32_t height = min(strip, rows_of_tiles - strip_row);
+    const int32_t in_strip = local - strip_row * tiles_n;
+    info.problem = problem;
     info.col = in_strip / height * tile_n;
     int32_t tile_row = strip_row + in_strip % height;
     if constexpr (tgmm) {
@@ -310,7 +322,7 @@ struct Grouped {
   template <typename Tiles>
   __device__ static void FindTiles(const Params& p, Tiles& schedule, SharedStorage& s, uint32_t rank) {
     uint32_t steps = 0;
-    int64_t tile = blockIdx.x / kCluster;
+    int32_t tile = blockIdx.x / kCluster;
     for (int i = 0;; ++i) {
       TileInfo info;
       const bool found = schedule.Find(tile, info);
@@ -330,7 +342,7 @@ struct Grouped {
       steps += info.steps;
       uint32_t next = 0;
       if (threadIdx.x % 32 == 0) next = NextTile(p, s, rank, i);
-      tile = static_cast<int64_t>(gridDim.x / kCluster) + __shfl_sync(0xffffffffu, next, 0);
+      tile = gridDim.x / kCluster + __shfl_sync(0xffffffffu, next, 0);
     }
   }
 
@@ -394,32 +406,34 @@ struct Grouped {
     if constexpr (kTgmm) {
       // Rows past the group's end read as zero in both operands: nothing there, NaN or not, reaches the sum.
       const int32_t bound = kRagged - (t.end - (t.begin + k));
+      const int32_t end_a = t.problem * p.lhs_step + t.end, end_b = t.problem * p.rhs_step + t.end;
       if (kShareA || used) {
 #pragma unroll
         for (int c = 0; c < tile_m / 64; ++c) {
           LoadRagged<kShareA>(map_a, full, a + c * kChunk + part_a * kBoxA * 128, t.row + 64 * c,
-                              bound + part_a * kBoxA, t.end);
+                              bound + part_a * kBoxA, end_a);
         }
       }
       if (kShareB || used) {
 #pragma unroll
         for (int c = 0; c < tile_n / 64; ++c) {
           LoadRagged<kShareB>(map_b, full, b + c * kChunk + part_b * kBoxB * 128, t.col + 64 * c,
-                              bound + part_b * kBoxB, t.end);
+                              bound + part_b * kBoxB, end_b);
         }
       }
     } else {
+      const int32_t row = t.problem * p.lhs_step + t.row, matrix = t.problem * p.rhs_step + t.weight;
       if (kShareA || used) {
-        LoadMatrix<kShareA>(map_a, full, a + part_a * kBoxA * 128, k, t.row + part_a * kBoxA, 0);
+        LoadMatrix<kShareA>(map_a, full, a + part_a * kBoxA * 128, k, row + part_a * kBoxA, 0);
       }
       if (kShareB || used) {
         if constexpr (layout == Layout::kNT) {
-          LoadMatrix<kShareB>(map_b, full, b + part_b * kBoxB * 128, k, t.col + part_b * kBoxB, t.weight);
+          LoadMatrix<kShareB>(map_b, full, b + part_b * kBoxB * 128, k, t.col + part_b * kBoxB, matrix);
         } else {
 #pragma unroll
           for (int c = 0; c < tile_n / 64; ++c) {
             LoadMatrix<kShareB>(map_b, full, b + c * kChunk + part_b * kBoxB * 128, t.col + 64 * c, k + part_b * kBoxB,
-                                t.weight);
+                                matrix);
           }
         }
       }
@@ -587,9 +601,9 @@ struct Grouped {
         cutlass::arch::NamedBarrier::sync(kWarpgroup, 3 + which);
         if (thread == 0) {
           if constexpr (kTgmm) {
-            StoreOnce(map_c, c, col, row, t.weight);
+            StoreOnce(map_c, c, col, row, t.problem * p.weights + t.weight);
           } else {
-            SM90_TMA_STORE_4D::copy(&map_c, c, col, kRagged - (t.end - row), +kRagged, t.end);
+            SM90_TMA_STORE_4D::copy(&map_c, c, col, kRagged - (t.end - row), +kRagged, t.problem * p.m + t.end);
           }
           tma_store_arrive();
         }
@@ -679,10 +693,12 @@ cudaError_t Launch(const GroupedProblem& p, void* workspace, cudaStream_t stream
   if constexpr (layout == Layout::kTN) {
     if ((error = EncodeRagged(&a, p.in_dtype, p.lhs, p.k, Kernel::kBoxA)) != cudaSuccess) return error;
     if ((error = EncodeRagged(&b, p.in_dtype, p.rhs, p.n, Kernel::kBoxB)) != cudaSuccess) return error;
-    error = EncodeMatrices(&c, p.out_dtype, p.out, p.weights, p.k, p.n, 64);
+    error = EncodeMatrices(&c, p.out_dtype, p.out, p.batch * p.weights, p.k, p.n, 64);
   } else {
-    if ((error = EncodeMatrices(&a, p.in_dtype, p.lhs, 1, p.m, p.k, Kernel::kBoxA)) != cudaSuccess) return error;
-    error = EncodeMatrices(&b, p.in_dtype, p.rhs, p.weights, p.rhs_rows(), p.rhs_cols(), Kernel::kBoxB);
+    const int64_t rows = (p.lhs_stride == 0 ? 1 : p.batch) * p.m;
+    const int64_t matrices = (p.rhs_stride == 0 ? 1 : p.batch) * p.weights;
+    if ((error = EncodeMatrices(&a, p.in_dtype, p.lhs, 1, rows, p.k, Kernel::kBoxA)) != cudaSuccess) return error;
+    error = EncodeMatrices(&b, p.in_dtype, p.rhs, matrices, p.rhs_rows(), p.rhs_cols(), Kernel::kBoxB);
     if (error != cudaSuccess) return error;
     error = EncodeRagged(&c, p.out_dtype, p.out, p.n, 64);
   }
@@ -694,11 +710,18 @@ cudaError_t Launch(const GroupedProblem& p, void* workspace, cudaStream_t stream
       .group_sizes = p.group_sizes,
       .group_offset = p.group_offset,
       .next_tile = next_tile,
+      .batch = static_cast<int32_t>(p.batch),
       .m = static_cast<int32_t>(p.m),
       .k = static_cast<int32_t>(p.k),
       .n = static_cast<int32_t>(p.n),
       .groups = static_cast<int32_t>(p.groups),
       .weights = static_cast<int32_t>(p.weights),
+      .sizes_step = static_cast<int32_t>(p.group_sizes_stride),
+      .offset_step = static_cast<int32_t>(p.group_offset_stride),
+      .lhs_step = static_cast<int32_t>(p.lhs_stride == 0 ? 0 : p.m),
+      .rhs_step = static_cast<int32_t>(p.rhs_stride == 0       ? 0
+                                       : p.mode == Mode::kTgmm ? p.m
+                                                               : p.weights),
   };
   cudaLaunchAttribute cluster{};
   cluster.id = cudaLaunchAttributeClusterDimension;
