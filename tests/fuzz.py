@@ -1,15 +1,19 @@
 """Random problems, each computed by two kernel families of a GPU, which must agree in every bit.
 
-    python tests/fuzz.py --problems 100000
+    python tests/fuzz.py --problems 100000 --jobs 8
 
 Operands are small integers, so that every sum is exact in f32 whatever its order, and results differ only if something
-is wrong. Shapes, dtypes and directions are drawn for each program, sizes for each of its calls, on the device: sums
-past m, negative and huge sizes, empty groups, one group that has everything.
+is wrong. Shapes, dtypes, directions and what vmap maps over are drawn for each program, sizes for each of its calls, on
+the device: sums past m, negative and huge sizes, empty groups, one group that has everything. Compiling takes most of
+the time, so that several processes at once are faster.
 """
 
 import argparse
 import dataclasses
+import functools
 import re
+import subprocess
+import sys
 import time
 
 import jax
@@ -19,8 +23,8 @@ import numpy as np
 import jax_gg
 from jax_gg import _jax_gg
 
-CALLS = 200  # of each program
-GMM_ONLY = re.compile("_64x256|_c1x2")
+CALLS = 250  # of each program
+DTYPES = {name: jnp.dtype(dtype) for name, dtype in (("bf16", jnp.bfloat16), ("f16", jnp.float16), ("f32", np.float32))}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,26 +41,31 @@ class Draw:
     dtype: np.dtype
     out_dtype: np.dtype
     kernel: str
+    batch: int = 0  # 0: no vmap
+    mapped: tuple[bool, bool, bool] = (False, False, False)  # lhs, rhs, sizes
 
 
 def draw(rng) -> Draw:
     """A shape that the sm90 kernels take: k and n multiples of 8."""
+    lines = [line for line in _jax_gg.cuda_kernels() if ": sm90" in line]
+    operands, kernel = str(rng.choice(lines)).split(": ")
+    operation, dtype, out_dtype = re.fullmatch(r"(.*) (\w+) -> (\w+)", operands).groups()
     groups = int(rng.choice([1, 2, 3, 8, 31, 64, 130, 520]))
-    direction = str(rng.choice(["fwd", "dlhs", "drhs"]))
-    dtype = jnp.dtype(str(rng.choice(["bfloat16", "float16"])))
     offset = int(rng.integers(-1, 2)) if rng.random() < 0.3 else 0
-    kernels = sorted({line.split(": ")[1] for line in _jax_gg.cuda_kernels() if ": sm90" in line})
+    batch = int(rng.choice([0, 0, 2, 5]))
     return Draw(
-        direction,
+        {"gmm": "fwd", "gmm transpose_rhs": "dlhs", "tgmm": "drhs"}[operation],
         m=int(rng.choice([1, 63, 64, 200, 1000, 3000])),
         k=8 * int(rng.choice([1, 7, 8, 16, 24, 32, 33, 40, 64])),
         n=8 * int(rng.choice([1, 8, 15, 24, 32, 48, 65, 80])),
         g=max(1, groups - abs(offset)),
         sizes=groups,
         offset=offset,
-        dtype=dtype,
-        out_dtype=dtype,
-        kernel=str(rng.choice([k for k in kernels if direction != "drhs" or not GMM_ONLY.search(k)])),
+        dtype=DTYPES[dtype],
+        out_dtype=DTYPES[out_dtype],
+        kernel=kernel,
+        batch=batch,
+        mapped=tuple(bool(x) for x in rng.permutation([1, *rng.integers(0, 2, 2)])) if batch else (False,) * 3,
     )
 
 
@@ -89,14 +98,25 @@ def disagreements(d: Draw, seed: int, calls: int = CALLS) -> int:
         "drhs": ((d.m, d.k), (d.m, d.n)),
     }[d.direction]
 
+    def calls_of(kernel):
+        axes = tuple(0 if mapped else None for mapped in d.mapped)
+        one = functools.partial(call, kernel=kernel)
+        return jax.vmap(one, axes) if d.batch else one
+
+    def sizes_of(key):
+        draw_one = functools.partial(random_sizes, m=d.m, g=d.sizes)
+        return jax.vmap(draw_one)(jax.random.split(key, d.batch)) if d.mapped[2] else draw_one(key)
+
     @jax.jit
     def run(key):
         keys = jax.random.split(key, 3)
-        lhs, rhs = (jax.random.randint(k, s, -3, 4).astype(d.dtype) for k, s in zip(keys[:2], shapes, strict=True))
+        lhs, rhs = (
+            jax.random.randint(k, (d.batch, *s) if mapped else s, -3, 4).astype(d.dtype)
+            for k, s, mapped in zip(keys[:2], shapes, d.mapped[:2], strict=True)
+        )
 
         def step(wrong, key):
-            sizes = random_sizes(key, d.m, d.sizes)
-            got, want = (call(lhs, rhs, sizes, kernel) for kernel in (d.kernel, "sm80"))
+            got, want = (calls_of(kernel)(lhs, rhs, sizes_of(key)) for kernel in (d.kernel, "sm80"))
             return wrong + jnp.any(got != want).astype(jnp.int32), None
 
         return jax.lax.scan(step, jnp.int32(0), jax.random.split(keys[2], calls))[0]
@@ -109,10 +129,16 @@ def main():
     parser.add_argument("--problems", type=int, default=10**5)
     parser.add_argument("--seed", type=int, default=None)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop then")
+    parser.add_argument("--jobs", type=int, default=1, help="processes, each with its part of the problems")
     args = parser.parse_args()
-    seed = int(np.random.default_rng(args.seed).integers(2**31))
+    seed = int(np.random.default_rng().integers(2**31)) if args.seed is None else args.seed
+    if args.jobs > 1:
+        options = ["--problems", str(-(-args.problems // args.jobs)), "--seconds", str(args.seconds)]
+        jobs = [
+            subprocess.Popen([sys.executable, __file__, *options, "--seed", str(seed + i)]) for i in range(args.jobs)
+        ]
+        raise SystemExit(sum(job.wait() != 0 for job in jobs) > 0)
     rng = np.random.default_rng(seed)
-    print(f"seed {seed}")
     begin, done, failed = time.monotonic(), 0, 0
     while done < args.problems and time.monotonic() - begin < args.seconds:
         d = draw(rng)
@@ -121,7 +147,7 @@ def main():
         if wrong:
             failed += wrong
             print(f"{wrong} of {CALLS} differ: {d}")
-    print(f"{done} problems, {failed} differ, {time.monotonic() - begin:.0f} s")
+    print(f"seed {seed}: {done} problems, {failed} differ, {time.monotonic() - begin:.0f} s")
     raise SystemExit(failed > 0)
 
 

@@ -22,6 +22,7 @@ from jax_gg import _jax_gg
 
 DTYPES = {"bf16": jnp.bfloat16, "f16": jnp.float16, "f32": jnp.float32}
 KERNELS = _jax_gg.cuda_kernels() or ["gmm bf16 -> bf16: sm80 (this build has none)"]
+FAMILIES = sorted({line.split(": ")[1].split("_")[0] for line in KERNELS})
 MIXED = problems.Problem("mixed", 700, 152, 200, (7, 0, 133, -2, 1, 128, 12, 300, 64))
 HIGHEST = jax.lax.Precision.HIGHEST
 
@@ -54,6 +55,41 @@ class TestKernels(Gpu):
             out = jax.jit(functools.partial(jax_gg.tgmm, num_groups=num_groups, **options))(o.lhs, o.dout, o.sizes)
             check_tgmm(out, o.lhs, o.dout, o.sizes, num_groups=num_groups, **more)
 
+    @pytest.mark.parametrize("line", [line for line in KERNELS if ": sm90" in line])
+    def test_forced_vmap(self, rng, line):
+        """Mapped over every argument and over each alone: problem i must not reach the rows or matrices of another."""
+        what, name = line.split(": ")
+        operation, in_dtype, out_dtype = re.fullmatch(r"(.*) (\w+) -> (\w+)", what).groups()
+        batch, m, k, n, g = 3, 200, 72, 264, 4
+        shapes = {"gmm": ((m, k), (g, k, n)), "gmm transpose_rhs": ((m, k), (g, n, k)), "tgmm": ((m, k), (m, n))}
+        options = {"preferred_element_type": DTYPES[out_dtype], "kernel": name}
+        if operation == "tgmm":
+            f, want_of = functools.partial(jax_gg.tgmm, num_groups=g, **options), reference.tgmm
+            want_of = functools.partial(want_of, num_groups=g)
+        else:
+            f = functools.partial(jax_gg.gmm, transpose_rhs=operation != "gmm", **options)
+            want_of = functools.partial(reference.gmm, transpose_rhs=operation != "gmm")
+        for mapped in (
+            (0, 0, 0, 0),
+            (0, None, None, None),
+            (None, 0, None, None),
+            (None, None, 0, None),
+            (0, 0, 0, None),
+        ):
+            lhs, rhs = (
+                operands.integers(rng, shape if axis is None else (batch, *shape), DTYPES[in_dtype])
+                for shape, axis in zip(shapes[operation], mapped[:2], strict=True)
+            )
+            sizes = np.array([[0, 70, -1, 65, 3, 40], [200, 0, 0, 0, 0, 0], [1, 64, 64, 64, 64, 64]], np.int32)
+            offset = np.array([1, 0, 2], np.int32)
+            args = [lhs, rhs, sizes if mapped[2] == 0 else sizes[0], offset if mapped[3] == 0 else offset[0]]
+            call = jax.vmap(lambda a, b, s, o: f(a, b, s, group_offset=o), mapped)
+            out = np.asarray(jax.jit(call)(*args))
+            for i in range(batch):
+                a, b, s, o = (x if axis is None else x[i] for x, axis in zip(args, mapped, strict=True))
+                want = want_of(a, b, s, group_offset=int(o)).astype(DTYPES[out_dtype])
+                np.testing.assert_array_equal(out[i], want, err_msg=f"problem {i}, mapped {mapped}")
+
     def test_unknown_kernel(self):
         with pytest.raises(jax.errors.JaxRuntimeError, match=r"no kernel named sm1_ for gmm\(m=4, k=8, n=16, g=1"):
             jax.block_until_ready(jax_gg.gmm(jnp.ones((4, 8)), jnp.ones((1, 8, 16)), [4], kernel="sm1_"))
@@ -72,8 +108,8 @@ class TestFamilies(Gpu):
     @pytest.mark.parametrize("rows", [256, 320, 512])
     def test_as_many_steps_as_stages(self, rng, kernel, rows):
         """Tiles whose steps fill the ring of stages once, once and a bit, and twice: one bit tells its phases."""
-        directions = ("fwd", "dlhs") + (() if fuzz.GMM_ONLY.search(kernel) else ("drhs",))
-        for direction in directions:
+        directions = {"fwd": "gmm", "dlhs": "gmm transpose_rhs", "drhs": "tgmm"}
+        for direction in (d for d, operation in directions.items() if f"{operation} bf16 -> bf16: {kernel}" in KERNELS):
             m, k = (rows * 4, 512) if direction == "drhs" else (600, rows)
             d = fuzz.Draw(direction, m, k, 768, 4, 4, 0, jnp.dtype("bfloat16"), jnp.dtype("bfloat16"), kernel)
             assert fuzz.disagreements(d, rows, calls=20) == 0, d
@@ -208,16 +244,17 @@ class TestCopies(Gpu):
 
 
 class TestManySizes(Gpu):
+    @pytest.mark.parametrize("family", FAMILIES)
     @pytest.mark.parametrize("batch", [1, 3])
     @pytest.mark.parametrize("g", [31, 32, 33, 127, 128, 129, 511, 512, 513, 1023, 1025, 4096])
-    def test_widths_of_the_fill_kernel(self, rng, g, batch):
-        """One block of up to 1024 threads scans and sorts them all, in several goes if need be."""
+    def test_widths(self, rng, g, batch, family):
+        """sm80: one block of up to 1024 threads scans and sorts them all, in several goes if need be; sm90: windows."""
         sizes = rng.integers(-1, 5, (batch, g)).astype(np.int32)
         m, k, n = 2 * g, 8, 16
-        lhs, rhs = (operands.integers(rng, shape) for shape in ((batch, m, k), (batch, g, k, n)))
-        dout = operands.integers(rng, (batch, m, n))
-        out = jax.jit(jax.vmap(jax_gg.gmm))(lhs, rhs, sizes)
-        tall = jax.jit(jax.vmap(jax_gg.tgmm))(lhs, dout, sizes)
+        shapes = ((batch, m, k), (batch, g, k, n), (batch, m, n))
+        lhs, rhs, dout = (operands.integers(rng, shape, jnp.bfloat16) for shape in shapes)
+        out = jax.jit(jax.vmap(functools.partial(jax_gg.gmm, kernel=family)))(lhs, rhs, sizes)
+        tall = jax.jit(jax.vmap(functools.partial(jax_gg.tgmm, kernel=family)))(lhs, dout, sizes)
         for i in range(batch):
             np.testing.assert_array_equal(np.asarray(out[i], np.float64), reference.gmm(lhs[i], rhs[i], sizes[i]))
             np.testing.assert_array_equal(np.asarray(tall[i], np.float64), reference.tgmm(lhs[i], dout[i], sizes[i]))
