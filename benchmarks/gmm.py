@@ -6,11 +6,12 @@
 Shapes are those of published models (`BENCHMARKS` in tests/problems.py), operands bf16 and random. Directions: `fwd`,
 `[m, k] x [g, k, n]`; `dlhs`, `[m, n] x [g, k, n]^T`; `drhs`, `[m, k]^T x [m, n] -> [g, k, n]`.
 
-Everything that is compared runs in one process, round after round in a shuffled order, because a GPU under load lowers
-its clock: the median of the rounds compares like with like. Two states: `hot`, 10 ms of each after the other without a
-pause, after half a second of the same; `cool`, three calls of each after 60 ms without work. Kernel time only:
-everything that a call puts on the device, added up, from one profile of the whole run. `dense` is one matmul of the
-same flops, `copy` reads as many bytes as the operands have and writes as many as the result.
+Everything runs in one process, all shapes, directions and implementations round after round in a shuffled order,
+because a GPU under load lowers its clock: so all meet the same clock, as in a program that multiplies all day. Two
+states: `hot`, some milliseconds of each after the other without a pause, after seconds of the same; `cool`, three
+calls of each after 60 ms without work. Kernel time only: everything that a call puts on the device, added up, from one
+profile of the whole run; the median over calls and rounds. `dense` is one matmul of the same flops, `copy` reads as
+many bytes as the operands have and writes as many as the result.
 """
 
 import argparse
@@ -45,8 +46,8 @@ IMPLS = ("jax_gg", "jax_gg:sm80", "torch", "ragged_dot", "dense", "copy")
 RAGGED_DOT_BYTES = 16e9  # of its dense temporary, [g, m, max(k, n)]: beyond, it is left out
 STATES = ("hot", "cool")
 COOL_CALLS = 3  # in a row, for each sample
-HOT_US, HOT_CALLS = 10e3, (5, 60)  # calls in a row for about as long, between these numbers of calls
-HEAT_SECONDS, PAUSE_SECONDS = 0.5, 0.06
+HOT_US, HOT_CALLS = 5e3, (3, 30)  # calls in a row for about as long, between these numbers of calls
+HEAT_SECONDS, PAUSE_SECONDS = 4, 0.06
 
 
 def problem_bytes(problem, direction):
@@ -58,18 +59,21 @@ def problem_bytes(problem, direction):
     return tuple(2 * elements for elements in parts[direction])
 
 
-def make_operands(problem, direction, key):
+def make_arrays(problem, key):
+    """lhs, rhs, dout and sizes: what the three directions read."""
+    m, k, n = problem.m, problem.k, problem.n
+    shapes = ((m, k), (problem.g, k, n), (m, n))
+    arrays = [
+        jax.jit(lambda key, shape=shape: jax.random.normal(key, shape, jnp.bfloat16))(key)
+        for key, shape in zip(jax.random.split(key, 3), shapes, strict=True)
+    ]
+    return (*arrays, jnp.array(problem.sizes, jnp.int32))
+
+
+def operands_of(direction, arrays):
     """lhs, rhs and sizes as jax_gg takes them."""
-    shapes = {
-        "fwd": ((problem.m, problem.k), (problem.g, problem.k, problem.n)),
-        "dlhs": ((problem.m, problem.n), (problem.g, problem.k, problem.n)),
-        "drhs": ((problem.m, problem.k), (problem.m, problem.n)),
-    }[direction]
-    keys = jax.random.split(key)
-    lhs, rhs = (
-        jax.jit(lambda k, s=s: jax.random.normal(k, s, jnp.bfloat16))(k) for k, s in zip(keys, shapes, strict=True)
-    )
-    return lhs, rhs, jnp.array(problem.sizes, jnp.int32)
+    lhs, rhs, dout, sizes = arrays
+    return {"fwd": (lhs, rhs, sizes), "dlhs": (dout, rhs, sizes), "drhs": (lhs, dout, sizes)}[direction]
 
 
 def jax_call(direction, kernel=None):
@@ -157,72 +161,114 @@ def profile(run):
     return [(e["name"], e["dur"]) for e in sorted(events, key=lambda e: e["ts"])]
 
 
+class Meter:
+    """Samples the clock and the power of the GPU while it is open."""
+
+    def __enter__(self):
+        query = ["nvidia-smi", "--query-gpu=clocks.sm,power.draw", "--format=csv,noheader,nounits", "-lms", "200"]
+        try:
+            self.process = subprocess.Popen(query, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        except OSError:
+            self.process = None
+        return self
+
+    def __exit__(self, *_):
+        self.medians = {}
+        if self.process is None:
+            return
+        self.process.terminate()
+        lines = [line.split(",") for line in self.process.communicate()[0].splitlines()]
+        samples = [(float(line[0]), float(line[1])) for line in lines if len(line) == 2 and "[" not in line[1]]
+        if samples:
+            clock, power = map(statistics.median, zip(*samples, strict=True))
+            self.medians = {"clock_mhz": round(clock), "power_w": round(power)}
+
+
 def run_rounds(runners, calls, rounds, rng, pause=0.0, seconds=0.0):
     """Runs everything, round after round, so many and at least so long; gives the order."""
     order = []
     begin = time.perf_counter()
     while len(order) < rounds * len(runners) or time.perf_counter() - begin < seconds:
-        for impl in rng.permutation(sorted(runners)):
+        for i in rng.permutation(len(runners)):
+            key = list(runners)[i]
             time.sleep(pause)
-            runners[impl].run(calls[impl])
-            order.append(impl)
+            runners[key].run(calls[key])
+            order.append(key)
     return order
 
 
-def times_of(runners, state, rounds, rng):
-    """impl -> for each call, the list of the names and times of what it put on the device."""
-    single = {impl: profile(functools.partial(runner.run, 1)) for impl, runner in runners.items()}
+def times_of(runners, single, state, rounds, rng):
+    """Runner -> for each call, the list of the names and times of what it put on the device."""
     if state == "hot":
-        us = {impl: sum(t for _, t in events) for impl, events in single.items()}
-        calls = {impl: int(np.clip(HOT_US / us[impl], *HOT_CALLS)) for impl in runners}
+        us = {key: sum(t for _, t in events) for key, events in single.items()}
+        calls = {key: int(np.clip(HOT_US / us[key], *HOT_CALLS)) for key in runners}
         run_rounds(runners, calls, 1, rng, seconds=HEAT_SECONDS)
         pause = 0.0
     else:
         calls, pause = dict.fromkeys(runners, COOL_CALLS), PAUSE_SECONDS
     order = []
     events = profile(lambda: order.extend(run_rounds(runners, calls, rounds, rng, pause)))
-    times = {impl: [] for impl in runners}
+    times = {key: [] for key in runners}
     begin = 0
-    for impl in order:
-        for _ in range(calls[impl]):
-            own = events[begin : begin + len(single[impl])]
-            begin += len(single[impl])
-            if [name for name, _ in own] != [name for name, _ in single[impl]]:
-                raise RuntimeError(f"{impl}: the profile shows {own}, expected {single[impl]}, as by itself")
-            times[impl].append(own)
+    for key in order:
+        for _ in range(calls[key]):
+            own = events[begin : begin + len(single[key])]
+            begin += len(single[key])
+            if [name for name, _ in own] != [name for name, _ in single[key]]:
+                raise RuntimeError(f"{key}: the profile shows {own}, expected {single[key]}, as by itself")
+            times[key].append(own)
     if begin != len(events):
         raise RuntimeError(f"the profile shows {len(events) - begin} kernels that no call put there")
     return times
 
 
-def measure(problem, direction, impls, rounds, rng):
-    """Yields `{impl, shape, direction, state, us, tflops, ...}`."""
-    key = jax.random.key(int(rng.integers(2**31)))
-    args = make_operands(problem, direction, key)
+def row_of(key, state, calls):
+    """`{impl, shape, direction, state, us, tflops, ...}`."""
+    problem, direction, impl = key
+    us = statistics.median(sum(t for _, t in call) for call in calls)
+    row = {"impl": impl, "shape": problem.name, "direction": direction, "state": state, "us": round(us, 2)}
+    if impl == "copy":
+        row["tbytes_per_s"] = round(sum(problem_bytes(problem, direction)) / us / 1e6, 3)
+    else:
+        row["tflops"] = round(problem.flops / us / 1e6, 1)
+    fills = [sum(t for name, t in call if "FillKernel" in name) for call in calls]
+    if any(fills):
+        row["fill_us"] = round(statistics.median(fills), 2)
+    return row
+
+
+def make_runners(shapes, directions, impls, rng):
+    """`(problem, direction, impl) -> runner`, of all that can run; each has run once."""
     runners = {}
-    for impl in impls:
-        try:
-            runner = runner_of(impl, problem, direction, args, key)
-            if runner is not None:
-                runner.run(1)
-                runners[impl] = runner
-        except Exception as error:
-            print(f"{impl} {problem} {direction}: {str(error).splitlines()[0][:150]}", file=sys.stderr)
-    # Tens of milliseconds a call: by itself, once.
-    slow = {impl: runners.pop(impl) for impl in ("ragged_dot",) if impl in runners}
-    runs = [(slow, "hot", 1)] * bool(slow) + [(runners, state, rounds) for state in STATES]
-    for some, state, times in runs:
-        for impl, calls in times_of(some, state, times, rng).items():
-            us = statistics.median(sum(t for _, t in call) for call in calls)
-            row = {"impl": impl, "shape": problem.name, "direction": direction, "state": state, "us": round(us, 2)}
-            if impl == "copy":
-                row["tbytes_per_s"] = round(sum(problem_bytes(problem, direction)) / us / 1e6, 3)
-            else:
-                row["tflops"] = round(problem.flops / us / 1e6, 1)
-            fills = [sum(t for name, t in call if "FillKernel" in name) for call in calls]
-            if any(fills):
-                row["fill_us"] = round(statistics.median(fills), 2)
-            yield row
+    for problem in shapes:
+        key, dense_key = jax.random.split(jax.random.key(int(rng.integers(2**31))))
+        arrays = make_arrays(problem, key)
+        for direction in directions:
+            for impl in impls:
+                try:
+                    runner = runner_of(impl, problem, direction, operands_of(direction, arrays), dense_key)
+                    if runner is not None:
+                        runner.run(1)
+                        runners[problem, direction, impl] = runner
+                except Exception as error:
+                    print(f"{impl} {problem} {direction}: {str(error).splitlines()[0][:150]}", file=sys.stderr)
+    return runners
+
+
+def measure(shapes, directions, impls, states, rounds, rng):
+    """Yields, for each state, its rows, and the clock and power of the GPU."""
+    runners = make_runners(shapes, directions, impls, rng)
+    single = {key: profile(functools.partial(runner.run, 1)) for key, runner in runners.items()}
+    # Tens of milliseconds a call: once, by itself.
+    slow = {key: runners.pop(key) for key in list(runners) if key[2] == "ragged_dot"}
+    rows = [row_of(key, "hot", [single[key]]) for key in slow]
+    del slow
+    for state in states:
+        with Meter() as meter:
+            times = times_of(runners, single, state, rounds, rng)
+        rows += [row_of(key, state, calls) for key, calls in times.items()]
+        yield state, rows, meter.medians
+        rows = []
 
 
 def metadata():
@@ -333,7 +379,8 @@ def main():
     parser.add_argument("--shapes", nargs="+", choices=names, default=names, metavar="SHAPE")
     parser.add_argument("--directions", nargs="+", choices=DIRECTIONS, default=DIRECTIONS)
     parser.add_argument("--impls", nargs="+", default=IMPLS, help="jax_gg:PREFIX forces kernels whose name starts so")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--states", nargs="+", choices=STATES, default=STATES)
+    parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--seed", type=int, default=None)
     parser.add_argument("--out", type=pathlib.Path, help="JSON lines: meta, then one object a measurement")
     parser.add_argument("--plot", type=pathlib.Path, help="PNG")
@@ -353,18 +400,12 @@ def main():
         raise SystemExit("benchmarks/gmm.py: this build of jax_gg has no CUDA kernels")
     rng = np.random.default_rng(args.seed)
     meta, rows = metadata(), []
-    if args.out:
-        args.out.write_text(json.dumps({"meta": meta}) + "\n")
-    for problem in problems.BENCHMARKS:
-        for direction in args.directions:
-            if problem.name not in args.shapes:
-                continue
-            new = list(measure(problem, direction, args.impls, args.rounds, rng))
-            rows += new
-            print("\n".join(table(new, args.impls).splitlines()[1:]), file=sys.stderr, flush=True)
-            if args.out:
-                with args.out.open("a") as f:
-                    f.writelines(json.dumps(row) + "\n" for row in new)
+    shapes = [p for p in problems.BENCHMARKS if p.name in args.shapes]
+    for state, new, power in measure(shapes, args.directions, args.impls, args.states, args.rounds, rng):
+        meta[state] = power
+        rows += new
+        if args.out:
+            args.out.write_text("".join(json.dumps(x) + "\n" for x in [{"meta": meta}, *rows]))
     print(table(rows, args.impls))
     print(summary(rows))
     if args.plot:
