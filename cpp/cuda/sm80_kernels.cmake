@@ -1,5 +1,6 @@
 # The sm_80 kernels of a build. Writes instances/sm80_kernels.inc, one line a kernel, which the kernel table includes, and
-# for each line a source file, listed in JAX_GG_SM80_SOURCES.
+# the source files that instantiate them, listed in JAX_GG_SM80_SOURCES: one for each tile, since reading CUTLASS's headers
+# takes several times as long as one instantiation.
 
 set(JAX_GG_SM80_SOURCES "")
 set(JAX_GG_SM80_INC "")
@@ -10,25 +11,28 @@ function(jax_gg_sm80)
   cmake_parse_arguments(PARSE_ARGV 0 arg "" "MATH;ALIGNMENT;RATE" "LAYOUTS;DTYPES;TILE")
   string(REPLACE ";" "x" tile_name "${arg_TILE}")
   string(REPLACE ";" ", " tile "${arg_TILE}")
+  set(instances "")
   foreach(layout ${arg_LAYOUTS})
     foreach(dtypes ${arg_DTYPES})
       string(REGEX MATCH "^(.*)-(.*)$" _ ${dtypes})
-      set(name sm80_${layout}_${dtypes}_${arg_MATH}_a${arg_ALIGNMENT}_${tile_name})
       set(in ${CMAKE_MATCH_1})
       set(out ${CMAKE_MATCH_2})
       string(APPEND JAX_GG_SM80_INC
              "JAX_GG_SM80(${arg_RATE}, k${layout}, k${in}, k${out}, k${arg_MATH}, ${arg_ALIGNMENT}, ${tile})\n")
-      file(CONFIGURE OUTPUT ${CMAKE_CURRENT_BINARY_DIR}/instances/${name}.cu CONTENT
+      string(APPEND instances
+"template cudaError_t Launch<Layout::k${layout}, Dtype::k${in}, Dtype::k${out}, Math::k${arg_MATH}, ${arg_ALIGNMENT}, ${tile}>(
+    const GroupedProblem&, void*, cudaStream_t);
+")
+    endforeach()
+  endforeach()
+  set(source ${CMAKE_CURRENT_BINARY_DIR}/instances/sm80_${arg_MATH}_a${arg_ALIGNMENT}_${tile_name}.cu)
+  file(CONFIGURE OUTPUT ${source} CONTENT
 "#include \"cuda/sm80.cuh\"
 
 namespace jax_gg::cuda::sm80 {
-template cudaError_t Launch<Layout::k${layout}, Dtype::k${in}, Dtype::k${out}, Math::k${arg_MATH}, ${arg_ALIGNMENT}, ${tile}>(
-    const GroupedProblem&, void*, cudaStream_t);
-}  // namespace jax_gg::cuda::sm80
+${instances}}  // namespace jax_gg::cuda::sm80
 ")
-      list(APPEND JAX_GG_SM80_SOURCES ${CMAKE_CURRENT_BINARY_DIR}/instances/${name}.cu)
-    endforeach()
-  endforeach()
+  list(APPEND JAX_GG_SM80_SOURCES ${source})
   set(JAX_GG_SM80_SOURCES ${JAX_GG_SM80_SOURCES} PARENT_SCOPE)
   set(JAX_GG_SM80_INC "${JAX_GG_SM80_INC}" PARENT_SCOPE)
 endfunction()

@@ -1,4 +1,4 @@
-# The sm_90a kernels of a build: as sm80_kernels.cmake. Their steps along k are always 64.
+# The sm_90a kernels of a build: as sm80_kernels.cmake, with a source file for each tile and layout. Their steps along k are always 64.
 
 set(JAX_GG_SM90_SOURCES "")
 set(JAX_GG_SM90_INC "")
@@ -9,22 +9,25 @@ function(jax_gg_sm90)
   string(REPLACE ";" "x" tile_name "${arg_TILE}")
   string(REPLACE ";" ", " tile "${arg_TILE}")
   foreach(layout ${arg_LAYOUTS})
+    set(instances "")
     foreach(dtypes ${arg_DTYPES})
       string(REGEX MATCH "^(.*)-(.*)$" _ ${dtypes})
       set(in ${CMAKE_MATCH_1})
       set(out ${CMAKE_MATCH_2})
       string(APPEND JAX_GG_SM90_INC "JAX_GG_SM90(${arg_RATE}, k${layout}, k${in}, k${out}, ${tile})\n")
-      set(source ${CMAKE_CURRENT_BINARY_DIR}/instances/sm90_${layout}_${dtypes}_${tile_name}.cu)
-      file(CONFIGURE OUTPUT ${source} CONTENT
+      string(APPEND instances
+"template cudaError_t Launch<Layout::k${layout}, Dtype::k${in}, Dtype::k${out}, ${tile}>(
+    const GroupedProblem&, void*, cudaStream_t);
+")
+    endforeach()
+    set(source ${CMAKE_CURRENT_BINARY_DIR}/instances/sm90_${layout}_${tile_name}.cu)
+    file(CONFIGURE OUTPUT ${source} CONTENT
 "#include \"cuda/sm90.cuh\"
 
 namespace jax_gg::cuda::sm90 {
-template cudaError_t Launch<Layout::k${layout}, Dtype::k${in}, Dtype::k${out}, ${tile}>(
-    const GroupedProblem&, void*, cudaStream_t);
-}  // namespace jax_gg::cuda::sm90
+${instances}}  // namespace jax_gg::cuda::sm90
 ")
-      list(APPEND JAX_GG_SM90_SOURCES ${source})
-    endforeach()
+    list(APPEND JAX_GG_SM90_SOURCES ${source})
   endforeach()
   set(JAX_GG_SM90_SOURCES ${JAX_GG_SM90_SOURCES} PARENT_SCOPE)
   set(JAX_GG_SM90_INC "${JAX_GG_SM90_INC}" PARENT_SCOPE)
