@@ -55,7 +55,7 @@ class TestExplain:
             assert all("needs a newer GPU" in line for line in others if "sm90_" in line)
 
     def test_gradients(self):
-        choices = jax_gg.explain(jax.grad(loss, argnums=(0, 1)), **AMPERE)(*shapes())
+        choices = jax_gg.explain(jax.value_and_grad(loss, argnums=(0, 1)), **AMPERE)(*shapes())
         calls = [str(c).split("(")[0] + ("^T" if "transpose_rhs" in str(c).splitlines()[0] else "") for c in choices]
         assert sorted(calls) == ["gmm", "gmm^T", "tgmm"]
 
@@ -113,7 +113,9 @@ class TestExplain:
     @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, np.float32], ids=lambda d: jnp.dtype(d).name)
     @pytest.mark.parametrize("problem", [(1, 8, 8, 1), (64, 4096, 14336, 8), (65536, 2048, 768, 128)], ids=str)
     def test_every_shape_has_a_kernel(self, major, dtype, problem):
-        choices = jax_gg.explain(jax.grad(loss, (0, 1)), compute_capability=(major, 0))(*shapes(*problem, dtype))
+        choices = jax_gg.explain(jax.value_and_grad(loss, (0, 1)), compute_capability=(major, 0))(
+            *shapes(*problem, dtype)
+        )
         assert len(choices) == 3
         assert all(bool(c.kernel) == (major >= 8) for c in choices)
 

@@ -120,11 +120,13 @@ Explanation Explain(const GroupedProblem& p, const Device& device, std::string_v
   if (best == nullptr) return {{}, why};
   const int alignment = Alignment(p);
   const double least = Cost(*best, p, device);
+  size_t width = 0;
+  for (const Kernel& kernel : Kernels()) width = std::max(width, kernel.Name().size());
   std::ostringstream s;
   s << p.ToString() << " on " << ToString(device) << " with " << device.processors << " processors: " << best->Name();
   for (const Kernel& kernel : Kernels()) {
     if (!IsFor(kernel, p)) continue;
-    s << "\n  " << std::left << std::setw(24) << kernel.Name();
+    s << "\n  " << std::left << std::setw(static_cast<int>(width)) << kernel.Name() << "  ";
     if (const char* reason = WhyNot(kernel, p, alignment, device, prefix)) {
       s << reason;
     } else if (kernel.alignment < best->alignment) {
