@@ -10,8 +10,9 @@ Everything runs in one process, all shapes, directions and implementations round
 because a GPU under load lowers its clock: so all meet the same clock, as in a program that multiplies all day. Two
 states: `hot`, some milliseconds of each after the other without a pause, after seconds of the same; `cool`, three
 calls of each after 60 ms without work. Kernel time only: everything that a call puts on the device, added up, from one
-profile of the whole run; the median over calls and rounds. `dense` is one matmul of the same flops, `copy` reads as
-many bytes as the operands have and writes as many as the result.
+profile of the whole run; the median over calls and rounds. `dense` is one matmul of the same flops. `copy` moves as
+many bytes as operands and result have together, half of them read and half of them written; `write` (of drhs, where
+the result is most of it) writes as many as the result has.
 """
 
 import argparse
@@ -42,7 +43,7 @@ import jax_gg  # noqa: E402
 from jax_gg import _jax_gg  # noqa: E402
 
 DIRECTIONS = ("fwd", "dlhs", "drhs")
-IMPLS = ("jax_gg", "jax_gg:sm80", "torch", "ragged_dot", "dense", "copy")
+IMPLS = ("jax_gg", "jax_gg:sm80", "torch", "ragged_dot", "dense", "copy", "write")
 RAGGED_DOT_BYTES = 16e9  # of its dense temporary, [g, m, max(k, n)]: beyond, it is left out
 STATES = ("hot", "cool")
 COOL_CALLS = 3  # in a row, for each sample
@@ -145,6 +146,11 @@ def runner_of(impl, problem, direction, args, key):
         read, written = problem_bytes(problem, direction)
         x = jax.random.bits(key, ((read + written) // 8,), jnp.uint32)
         return Jax(jax.jit(lambda x: x + jnp.uint32(1)), (x,))
+    if name == "write":
+        if direction != "drhs":
+            return None
+        _, written = problem_bytes(problem, direction)
+        return Jax(jax.jit(lambda x: jnp.full(written // 4, x)), (jnp.uint32(1),))
     raise ValueError(f"impls: got {impl}, expected one of {', '.join(IMPLS)}, or jax_gg:KERNEL")
 
 
@@ -227,8 +233,9 @@ def row_of(key, state, calls):
     problem, direction, impl = key
     us = statistics.median(sum(t for _, t in call) for call in calls)
     row = {"impl": impl, "shape": problem.name, "direction": direction, "state": state, "us": round(us, 2)}
-    if impl == "copy":
-        row["tbytes_per_s"] = round(sum(problem_bytes(problem, direction)) / us / 1e6, 3)
+    read, written = problem_bytes(problem, direction)
+    if impl in ("copy", "write"):
+        row["tbytes_per_s"] = round((written + read * (impl == "copy")) / us / 1e6, 3)
     else:
         row["tflops"] = round(problem.flops / us / 1e6, 1)
     fills = [sum(t for name, t in call if "FillKernel" in name) for call in calls]
@@ -352,7 +359,7 @@ def plot(rows, meta, path):
     us = {(r["shape"], r["direction"], r["impl"]): r["us"] for r in rows if r["state"] == "hot"}
     shapes = list(dict.fromkeys(r["shape"] for r in rows))
     measured = dict.fromkeys(r["impl"] for r in rows)
-    impls = [i for i in dict.fromkeys((*IMPLS, *measured)) if i in measured and i not in ("copy", "dense")]
+    impls = [i for i in dict.fromkeys((*IMPLS, *measured)) if i in measured and i not in ("copy", "dense", "write")]
     fig, axes = plt.subplots(len(DIRECTIONS), 1, figsize=(12, 9), sharex=True, layout="constrained")
     for ax, direction in zip(axes, DIRECTIONS, strict=True):
         for i, impl in enumerate(impls):

@@ -39,14 +39,17 @@ def sanitizers(jobs: int) -> dict[str, list[str]]:
     return commands
 
 
+def outputs(stem: pathlib.Path) -> list[str]:
+    return ["--out", f"{stem}.jsonl", "--plot", f"{stem}.png"]
+
+
 def parts(out: pathlib.Path, jobs: int) -> dict[str, Callable[[], dict[str, list[str]]]]:
     """Part -> name -> command; the commands of one part run at the same time."""
     python = sys.executable
     return {
         "tests": lambda: {"tests": [python, *PYTEST, "-n", str(jobs), "tests"]},
-        "gmm": lambda: {
-            "gmm": [python, "benchmarks/gmm.py", "--out", str(out / "gmm.jsonl"), "--plot", str(out / "gmm.png")],
-        },
+        "gmm": lambda: {"gmm": [python, "benchmarks/gmm.py", *outputs(out / "gmm")]},
+        "curves": lambda: {"curves": [python, "benchmarks/curves.py", *outputs(out / "curves")]},
         "fill": lambda: {"fill": [python, "benchmarks/fill.py", "--out", str(out / "fill.jsonl")]},
         "host_sync": lambda: {"host_sync": [python, "benchmarks/host_sync.py", "--out", str(out)]},
         "sanitizer": lambda: sanitizers(jobs),
