@@ -2,8 +2,8 @@
 
     python benchmarks/ablation.py --out results/ablation.jsonl
 
-For every shape and direction of `gmm.py`, and for shapes that kernels for them alone serve: the kernel that `jax_gg.explain` names, and the one that it expects to come
-next, both forced, hot, in turns with all others in one run.
+For every shape and direction of `gmm.py`, and for shapes that other kernels serve: the kernel that `jax_gg.explain`
+names, and the one that it expects to come next, both forced, hot, in turns with all others in one run.
 """
 
 import argparse
