@@ -86,11 +86,13 @@ def _int32(x: jax.Array) -> jax.Array:
 def _integers(name: str, x: Any, expected: str) -> jax.Array:
     if isinstance(x, (list, tuple, int)) and not isinstance(x, bool):
         try:
-            x = np.asarray(x, dtype=np.int64 if np.size(x) == 0 else None)
+            array = np.asarray(x, dtype=np.int64 if np.size(x) == 0 else None)
         except (TypeError, ValueError) as e:  # ragged, or a list of traced values
             raise TypeError(_say(name, type(x).__name__, expected)) from e
-        if x.dtype == object and all(isinstance(i, int) for i in x.ravel()):
-            raise TypeError(_say(name, "integers beyond 64 bits", expected))
+        # NumPy makes objects or float64 of integers beyond 64 bits. Too large is too large: as any other such size.
+        if array.dtype.kind in "Of" and all(isinstance(i, int) for i in np.asarray(x, dtype=object).flat):
+            array = np.clip(np.asarray(x, dtype=object), _INT32.min, _INT32.max).astype(np.int32)
+        x = array
     if not isinstance(x, (jax.Array, np.ndarray, np.generic)):
         raise TypeError(_say(name, type(x).__name__, expected))
     # NumPy counts time differences among the integers.
@@ -224,7 +226,7 @@ def precision(x: Any) -> jax.lax.Precision:
         x = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
         if x is None:
             return jax.lax.Precision.DEFAULT
-    expected = "None, a jax.lax.Precision, its name, a pair of these, or a jax.lax.DotAlgorithmPreset"
+    expected = "None, a jax.lax.Precision, its name, a pair of these, or a jax.lax.DotAlgorithmPreset of these dtypes"
     if isinstance(x, (tuple, list)) and not hasattr(x, "_fields"):
         if len(x) != 2:
             raise ValueError(_say("precision", repr(x), expected))
@@ -261,6 +263,9 @@ def compute_capability(x: Any) -> int:
 
 def kernel(x: Any) -> str:
     """Returns the prefix of kernel names; None means any."""
+    expected = "None or the beginning of a kernel's name"
     if x is not None and not isinstance(x, str):
-        raise TypeError(_say("kernel", type(x).__name__, "None or the beginning of a kernel's name"))
+        raise TypeError(_say("kernel", type(x).__name__, expected))
+    if x is not None and not x.isascii():
+        raise ValueError(_say("kernel", ascii(x), expected))
     return x or ""

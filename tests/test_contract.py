@@ -129,6 +129,11 @@ class Contract:
         for sizes in (list(MIXED.sizes), MIXED.sizes):
             np.testing.assert_array_equal(np.asarray(jax_gg.gmm(o.lhs, o.rhs, sizes)), want)
 
+    @pytest.mark.parametrize("huge", [2**63, 2**64, -(2**70)])
+    def test_listed_sizes_beyond_64_bits(self, rng, huge):
+        lhs, rhs = operands.normal(rng, (20, 6), f32), operands.normal(rng, (3, 6, 8), f32)
+        check_gmm(jax_gg.gmm(lhs, rhs, [3, huge, 4]), lhs, rhs, [3, 20 if huge > 0 else 0, 4])
+
     @pytest.mark.parametrize("make", [int, np.int64, np.uint8, np.array, lambda x: np.array([x]), jnp.array, jnp.int8])
     def test_offset_types(self, rng, make):
         o = operands.make(rng, MIXED, f32, group_offset=2, num_groups=3)
