@@ -3,6 +3,7 @@
 Each error is one line that names the argument, what came and what was expected.
 """
 
+import inspect
 from typing import Any
 
 import jax
@@ -201,6 +202,16 @@ def are_gmm_dtypes(lhs: Any, rhs: Any, preferred_element_type: Any) -> bool:
         return str(jnp.dtype(preferred_element_type)) in _RESULTS[names[0]]
     except TypeError:  # not a dtype at all
         return True
+
+
+def reduction_order(x: Any, group_offset: Any) -> None:
+    """`ragged_dot` leaves an order of sums to JAX, which takes it since 0.12.1, and no group_offset with it."""
+    if x is None:
+        return
+    if "reduction_order" not in inspect.signature(jax.lax.ragged_dot).parameters:
+        raise TypeError(_say("reduction_order", repr(x), f"None with JAX {jax.__version__}"))
+    if group_offset is not None:
+        raise ValueError(_say("reduction_order", repr(x), "None with group_offset"))
 
 
 _ALGORITHMS = {

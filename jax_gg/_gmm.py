@@ -152,12 +152,14 @@ def ragged_dot(
     preferred_element_type: Any = None,
     group_offset: Any = None,
     out_sharding: Any = None,
+    *,
+    reduction_order: Any = None,
 ) -> jax.Array:
     """`jax.lax.ragged_dot`, computed by `gmm`.
 
     Takes what `jax.lax.ragged_dot` takes, positions included, and gives what it gives. Beyond it, `group_offset` works,
     and so does everything else that `gmm` promises. Dtypes outside `gmm`'s (integers, complex numbers, operands of two
-    dtypes) are computed by `jax.lax.ragged_dot` itself.
+    dtypes) and sums in a given order are computed by `jax.lax.ragged_dot` itself.
 
     Args:
       lhs: `[m, k]`.
@@ -167,6 +169,7 @@ def ragged_dot(
       preferred_element_type: dtype of the result, by default that of the operands.
       group_offset: see `gmm`.
       out_sharding: see `gmm`.
+      reduction_order: as `jax.lax.ragged_dot` takes it, from JAX 0.12.1 on.
 
     Returns:
       `[m, n]`.
@@ -175,9 +178,12 @@ def ragged_dot(
       TypeError: an argument has the wrong type or dtype.
       ValueError: an argument has the wrong shape.
     """
-    if group_offset is None and not _checks.are_gmm_dtypes(lhs, rhs, preferred_element_type):
-        # Before JAX 0.9, it had no out_sharding.
-        more = {} if out_sharding is None else {"out_sharding": out_sharding}
+    _checks.reduction_order(reduction_order, group_offset)
+    is_ours = reduction_order is None and _checks.are_gmm_dtypes(lhs, rhs, preferred_element_type)
+    if group_offset is None and not is_ours:
+        # It has out_sharding since JAX 0.9, and reduction_order since 0.12.1.
+        given = {"out_sharding": out_sharding, "reduction_order": reduction_order}
+        more = {name: value for name, value in given.items() if value is not None}
         return jax.lax.ragged_dot(lhs, rhs, _checks.group_sizes(group_sizes), precision, preferred_element_type, **more)
     return gmm(
         lhs,

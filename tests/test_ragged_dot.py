@@ -1,6 +1,8 @@
 """jax_gg.ragged_dot in the place of jax.lax.ragged_dot."""
 
+import functools
 import inspect
+import re
 
 import jax
 import jax.numpy as jnp
@@ -34,9 +36,22 @@ def test_signature():
         [(p.name, p.kind, p.default) for p in inspect.signature(f).parameters.values()]
         for f in (jax_gg.ragged_dot, jax.lax.ragged_dot)
     )
-    # Before JAX 0.9, jax.lax.ragged_dot had no out_sharding.
+    # jax.lax.ragged_dot has out_sharding since JAX 0.9, and reduction_order since 0.12.1.
     assert ours[: len(theirs)] == theirs
-    assert [name for name, *_ in ours[len(theirs) :]] in ([], ["out_sharding"])
+    assert [name for name, *_ in ours[len(theirs) :]] == ["out_sharding", "reduction_order"][len(theirs) - 6 :]
+
+
+def takes_order() -> bool:
+    return "reduction_order" in inspect.signature(jax.lax.ragged_dot).parameters
+
+
+def test_order_of_sums_without_jax():
+    given = np.zeros((M, K), np.float32), np.zeros((G, K, N), np.float32), SIZES
+    more, message = {}, f"expected None with JAX {jax.__version__}"
+    if takes_order():
+        more, message = {"group_offset": 0}, "expected None with group_offset"
+    with pytest.raises((TypeError, ValueError), match=rf"^reduction_order: got 'linear', {re.escape(message)}$"):
+        jax_gg.ragged_dot(*given, **more, reduction_order="linear")
 
 
 class RaggedDot:
@@ -98,6 +113,13 @@ class RaggedDot:
         assert out.dtype == theirs.dtype
         assert_exact(out, reference.f64(theirs))
         assert not served(jax_gg.ragged_dot, *args)
+
+    @pytest.mark.skipif(not takes_order(), reason="This JAX takes no order of sums.")
+    def test_order_of_sums(self, rng):
+        args = arguments(rng)
+        ordered = functools.partial(jax_gg.ragged_dot, reduction_order="unordered")
+        assert_exact(ordered(*args), reference.gmm(*args))
+        assert not served(ordered, *args)
 
     @pytest.mark.parametrize(
         "precision",
