@@ -4,7 +4,7 @@ Each error is one line that names the argument, what came and what was expected.
 """
 
 import inspect
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -212,6 +212,57 @@ def reduction_order(x: Any, group_offset: Any) -> None:
         raise TypeError(_say("reduction_order", repr(x), f"None with JAX {jax.__version__}"))
     if group_offset is not None:
         raise ValueError(_say("reduction_order", repr(x), "None with group_offset"))
+
+
+def rows(name: str, x: Any, dims: str, count: int | None = None) -> jax.Array:
+    """Returns rows to be sent, as many as `count` if that is given."""
+    if not isinstance(x, (jax.Array, np.ndarray)):
+        raise TypeError(_say(name, type(x).__name__, f"an array of shape {dims}"))
+    if x.ndim != 2 or (count is not None and x.shape[0] != count):
+        expected = f"{dims} of {count} rows" if count is not None else f"2 dimensions, {dims}"
+        raise ValueError(_say(name, f"shape {tuple(x.shape)}", expected))
+    return jnp.asarray(x)
+
+
+def few_rows_in_all(rows: int, devices: int) -> None:
+    """Rows of all devices are counted in int32."""
+    if rows * devices > _INT32.max:
+        raise ValueError(_say("x", f"{rows} rows on each of {devices} devices", f"at most {_INT32.max} in all"))
+
+
+def counts(x: Any, devices: int) -> jax.Array:
+    """Returns `counts[E]` as int32, E a multiple of the devices."""
+    x = _integers("counts", x, "an integer array of shape [experts]")
+    if x.ndim != 1 or x.shape[0] == 0 or x.shape[0] % devices:
+        expected = f"[experts], a multiple of the {devices} devices of the axis"
+        raise ValueError(_say("counts", f"shape {x.shape}", expected))
+    return x
+
+
+def exchange_method(x: Any) -> str:
+    """Returns how rows are exchanged."""
+    if x not in ("ragged", "padded"):
+        raise ValueError(_say("method", repr(x), '"ragged" or "padded"'))
+    return x
+
+
+def block_rows(x: Any, method: str, default: int) -> int:
+    """Returns the rows of a block of "padded", at most `default`, which suffices."""
+    if x is None:
+        return default
+    if method != "padded":
+        raise ValueError(_say("block_rows", x, f'None with method="{method}"'))
+    return min(positive("block_rows", x), default)
+
+
+def no_ragged(platform: str) -> NoReturn:
+    """Raises: there is no ragged all-to-all."""
+    raise NotImplementedError(_say("method", f'"ragged" on {platform}, which lacks it', '"padded"'))
+
+
+def not_an_exchange(x: Any) -> TypeError:
+    """What to raise for anything but the result of a dispatch."""
+    return TypeError(_say("exchange", type(x).__name__, "the Exchange that dispatch returned"))
 
 
 _ALGORITHMS = {

@@ -354,7 +354,7 @@ class _Plan:
             group = jax.lax.broadcasted_iota(jnp.int32, group_sizes.shape, group_sizes.ndim - 1)
             group_sizes = jnp.where(group < group_offset + g, group_sizes, 0)
         if self.axes.get("m"):
-            group_sizes = _within(group_sizes, m, self._begin("m"), lhs.shape[-2])
+            group_sizes = within(group_sizes, m, self._begin("m"), lhs.shape[-2])
         if self.axes.get("g"):
             # An offset so large that this overflows is that of no group, and so is what comes out.
             group_offset = group_offset + self._begin("g")
@@ -395,7 +395,7 @@ def _summed(spec: Spec) -> tuple[str, ...]:
     return ("k", "g") if spec.mode == "gmm" else ("m",)
 
 
-def _within(sizes: jax.Array, m: int, begin: jax.Array, rows: int) -> jax.Array:
+def within(sizes: jax.Array, m: int, begin: jax.Array, rows: int) -> jax.Array:
     """The sizes of the parts of the groups `sizes[..., G]` of m rows that lie within `rows` rows from `begin` on."""
     if sizes.shape[-1] == 0:
         return sizes

@@ -308,7 +308,7 @@ def test_sizes_of_a_part(rng, m):
         rng.random((3, 40)) < 0.5, rng.integers(-5, 2**31, (3, 40)), rng.integers(-5, m // 20 + 2, (3, 40))
     )
     rows = -(-m // 4)
-    within = jax.jit(_sharding._within, static_argnums=(1, 3))
+    within = jax.jit(_sharding.within, static_argnums=(1, 3))
     for begin in range(0, m, rows):
         got = within(sizes.astype(np.int32), m, np.int32(begin), rows)
         for part, whole in zip(got, sizes, strict=True):
