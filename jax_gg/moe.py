@@ -216,7 +216,7 @@ def _pick(x: jax.Array, slices: _Slices, to: jax.Array, begin: jax.Array, rows: 
     to, begin, sizes = to.ravel(), begin.ravel(), slices.sizes.ravel()
     row = jnp.arange(rows, dtype=jnp.int32)
     # Of slices put at the same place, all but the last are empty.
-    index = jnp.searchsorted(to, row, side="right").astype(jnp.int32) - 1
+    index = jnp.searchsorted(to, row, side="right", method="scan_unrolled").astype(jnp.int32) - 1
     within = row - to[index]
     source = jnp.where(within < sizes[index], begin[index] + within, x.shape[0])
     return x.at[source].get(mode="fill", fill_value=0)

@@ -6,6 +6,7 @@ is read in the lowered program.
 """
 
 import functools
+import pathlib
 import re
 
 import jax
@@ -112,7 +113,7 @@ def with_nan(x, counts):
         (4, 13, None, True),
         (2, 1, None, False),
         (1, 200, 5, True),
-        (3, 20, 2, False),
+        (3, 13, 2, False),
     ],
 )
 def test_rows(rng, method, per_device, buffer_rows, block_rows, check_vma):
@@ -485,3 +486,14 @@ def test_errors_of_combine(y, exchange, error, message):
     with pytest.raises(error) as e:
         jax.eval_shape(jax.shard_map(f, mesh=make_mesh(), in_specs=(), out_specs=P("expert")))
     assert first_line(e) == message
+
+
+def test_docs():
+    """The examples of docs/experts.md, one after the other."""
+    text = (pathlib.Path(__file__).parents[1] / "docs" / "experts.md").read_text()
+    examples = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    assert len(examples) == 2
+    names = {}
+    with jax.numpy_dtype_promotion("standard"):
+        for example in examples:
+            exec(compile(example, "docs/experts.md", "exec"), names)
