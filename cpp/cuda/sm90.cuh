@@ -278,7 +278,15 @@ struct Grouped {
   // Rows of one access: of a K-major operand all rows of the tile, of the other one chunk, or a half of that.
   static constexpr int kBoxA = (kTgmm ? 64 : tile_m) / cluster_n;
   static constexpr int kBoxB = (layout == Layout::kNT ? tile_n : 64) / cluster_m;
-  static constexpr int kChunkColumns = 128 / sizeof(ElementC);
+  static constexpr int kChunkColumns = 128 / sizeof(ElementC), kChunksOfRow = tile_n / kChunkColumns;
+  static constexpr int kChunks = kRows / 64 * kChunksOfRow;  // that a warpgroup stores of a tile
+  // Where both warpgroups end a tile together, nothing would keep the tensor cores busy while they store it. They round
+  // it instead, which halves the registers that it takes, and store it in two parts during the first steps of the next.
+  static constexpr bool kDefer = cooperative && sizeof(ElementC) == 2;
+  static constexpr int kParts = 2;
+  struct Rounded {
+    uint32_t words[kDefer ? kChunks : 1][4][4];
+  };
   // Between a warpgroup and its stores; and groups that are known to a block at a time. As many as there is room for.
   static constexpr int kBuffers = kOperandBytes + 6 * kChunk + kOtherBytes <= kSharedBytes ? 3 : 2;
   static constexpr int kWindow = kOperandBytes + 2 * kBuffers * kChunk + kOtherBytes <= kSharedBytes ? 512 : 128;
@@ -485,20 +493,24 @@ struct Grouped {
     const Tensor b_parts = slice.make_fragment_B(slice.partition_B(b));
     Tensor sums = partition_fragment_C(mma, Shape<Int<kRows>, Int<tile_n>>{});
     int buffer = 0;
+    // The tile before, rounded, and how many of its parts are still to be stored.
+    Rounded rounded;
+    TileInfo last;
+    int pending = 0;
 
     for (int i = cooperative ? 0 : which;; i += cooperative ? 1 : 2) {
       const int slot = i % kRing;
       Barrier::wait(&s.ring_full[slot], (i / kRing) & 1);
       const TileInfo t = s.ring[slot];
       Barrier::arrive(&s.ring_empty[slot]);
-      if (t.steps < 0) break;
+      if (!kDefer && t.steps < 0) break;
 
       uint32_t stage = t.steps_before % stages, phase = t.steps_before / stages & 1;
       // A barrier tells phases apart by one bit. All loads before this tile's must have been seen to arrive by the
       // other warpgroup, or this one would take an earlier phase for its own.
       const int tiles_done = i / 2;
       if (!cooperative && i > 0) Barrier::wait(&s.turn[1 - which], (which == 0 ? tiles_done - 1 : tiles_done) & 1);
-      if (kCluster == 2 && !IsUsed(p, t)) {
+      if (kCluster == 2 && t.steps >= 0 && !IsUsed(p, t)) {
         for (int j = 0; j < t.steps; ++j) {
           LoadBarrier::wait(&s.full[stage], phase);
           Release(&s.empty[stage]);
@@ -519,6 +531,9 @@ struct Grouped {
           gemm(mma, a_parts(_, _, k, stage), b_parts(_, _, k, stage), sums);
         }
         warpgroup_commit_batch();
+        if constexpr (kDefer) {
+          if (pending > 0) StorePart(p, map_c, s.c[which], which, thread, last, rounded, pending--, buffer);
+        }
         // All but this step are done, and the stage before can be filled again.
         warpgroup_wait<1>();
         warpgroup_fence_operand(sums);
@@ -531,7 +546,19 @@ struct Grouped {
       warpgroup_fence_operand(sums);
       if (t.steps > 0) Release(&s.empty[before]);
 
-      Store(p, map_c, s.c[which], which, thread, t, sums, buffer);
+      if constexpr (kDefer) {
+        while (pending > 0) StorePart(p, map_c, s.c[which], which, thread, last, rounded, pending--, buffer);
+        if (t.steps < 0) break;
+#pragma unroll
+        for (int chunk = 0; chunk < kChunks; ++chunk) {
+#pragma unroll
+          for (int pair = 0; pair < 4; ++pair) Round(sums, chunk, pair, rounded.words[chunk][pair]);
+        }
+        last = t;
+        pending = kParts;
+      } else {
+        StoreChunks<0, kChunks>(p, map_c, s.c[which], which, thread, t, sums, buffer);
+      }
     }
     if (thread == 0) tma_store_wait<0>();
   }
@@ -546,69 +573,89 @@ struct Grouped {
         : "memory");
   }
 
-  // Rounds the sums and writes them, 64 rows of 128 bytes at a time, through one of two buffers.
+  // Rounds four 8 x 8 matrices of a chunk: rows 0 to 7 and 8 to 15 of the warp's 16, of two neighbouring groups of 8
+  // columns.
   template <typename Sums>
-  __device__ static void Store(const Params& p, const CUtensorMap& map_c, char (&buffers)[kBuffers][kChunk], int which,
-                               int thread, const TileInfo& t, const Sums& sums, int& buffer) {
+  __device__ static void Round(const Sums& sums, int chunk, int pair, uint32_t (&words)[4]) {
+    cutlass::NumericArrayConverter<ElementC, float, 8> convert;
+    cutlass::Array<float, 8> values;
+#pragma unroll
+    for (int v = 0; v < 8; ++v) {
+      const int column = chunk % kChunksOfRow * 8 + 2 * pair + (v >> 2);
+      values[v] = sums(cute::make_coord(v & 1, (v >> 1) & 1, column), chunk / kChunksOfRow, 0);
+    }
+    const auto rounded = convert(values);
+#pragma unroll
+    for (int w = 0; w < 4; ++w) words[w] = reinterpret_cast<const uint32_t*>(&rounded)[w];
+  }
+
+  // Stores what is still to be stored of a tile, but for the last `pending - 1` parts.
+  __device__ static void StorePart(const Params& p, const CUtensorMap& map_c, char (&buffers)[kBuffers][kChunk],
+                                   int which, int thread, const TileInfo& t, const Rounded& rounded, int pending,
+                                   int& buffer) {
+    if (pending == 2) {
+      StoreChunks<0, kChunks / 2>(p, map_c, buffers, which, thread, t, rounded, buffer);
+    } else {
+      StoreChunks<kChunks / 2, kChunks>(p, map_c, buffers, which, thread, t, rounded, buffer);
+    }
+  }
+
+  // Writes chunks, 64 rows of 128 bytes each, of sums or of what has been rounded, through one of the buffers.
+  template <int from, int to, typename Values>
+  __device__ static void StoreChunks(const Params& p, const CUtensorMap& map_c, char (&buffers)[kBuffers][kChunk],
+                                     int which, int thread, const TileInfo& t, const Values& values, int& buffer) {
     using namespace cute;
     const int warp = thread / 32, lane = thread % 32;
 #pragma unroll
-    for (int block = 0; block < kRows / 64; ++block) {
-      const int row = t.row + (cooperative ? which * kRows : 0) + 64 * block;
-      if (row >= (kTgmm ? p.k : t.end)) break;
+    for (int chunk = from; chunk < to; ++chunk) {
+      const int row = t.row + (cooperative ? which * kRows : 0) + 64 * (chunk / kChunksOfRow);
+      const int col = t.col + kChunkColumns * (chunk % kChunksOfRow);
+      if (row >= (kTgmm ? p.k : t.end) || col >= p.n) continue;
+      // The last store through this buffer has read it.
+      if (thread == 0) tma_store_wait<kBuffers - 1>();
+      cutlass::arch::NamedBarrier::sync(kWarpgroup, 3 + which);
+      char* const c = buffers[buffer];
+      if constexpr (sizeof(ElementC) == 2) {
+        const int r = warp * 16 + lane % 16;
+        const uint32_t address = cast_smem_ptr_to_uint(c + r * 128);
 #pragma unroll
-      for (int chunk = 0; chunk < tile_n / kChunkColumns; ++chunk) {
-        const int col = t.col + kChunkColumns * chunk;
-        if (col >= p.n) break;
-        // The last store through this buffer has read it.
-        if (thread == 0) tma_store_wait<kBuffers - 1>();
-        cutlass::arch::NamedBarrier::sync(kWarpgroup, 3 + which);
-        char* const c = buffers[buffer];
-        if constexpr (sizeof(ElementC) == 2) {
-          // Four 8 x 8 matrices each: rows 0 to 7 and 8 to 15 of the warp's 16, of two neighbouring groups of 8
-          // columns.
-          const int r = warp * 16 + lane % 16;
-          const uint32_t address = cast_smem_ptr_to_uint(c + r * 128);
+        for (int pair = 0; pair < 4; ++pair) {
+          uint32_t words[4];
+          if constexpr (kDefer) {
 #pragma unroll
-          for (int pair = 0; pair < 4; ++pair) {
-            cutlass::NumericArrayConverter<ElementC, float, 8> convert;
-            cutlass::Array<float, 8> values;
-#pragma unroll
-            for (int v = 0; v < 8; ++v) {
-              values[v] = sums(make_coord(v & 1, (v >> 1) & 1, chunk * 8 + 2 * pair + (v >> 2)), block, 0);
-            }
-            const auto rounded = convert(values);
-            const auto* words = reinterpret_cast<const uint32_t*>(&rounded);
-            const int part = 2 * pair + lane / 16;
-            asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};\n" ::"r"(
-                             address + ((part ^ (r & 7)) << 4)),
-                         "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3])
-                         : "memory");
-          }
-        } else {
-#pragma unroll
-          for (int group = 0; group < 4; ++group) {
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-              const int r = warp * 16 + lane / 4 + 8 * half, part = 2 * group + lane % 4 / 2;
-              *reinterpret_cast<float2*>(c + r * 128 + ((part ^ (r & 7)) << 4) + lane % 2 * 8) =
-                  make_float2(sums(make_coord(0, half, chunk * 4 + group), block, 0),
-                              sums(make_coord(1, half, chunk * 4 + group), block, 0));
-            }
-          }
-        }
-        tma_store_fence();
-        cutlass::arch::NamedBarrier::sync(kWarpgroup, 3 + which);
-        if (thread == 0) {
-          if constexpr (kTgmm) {
-            StoreOnce(map_c, c, col, row, t.problem * p.weights + t.weight);
+            for (int w = 0; w < 4; ++w) words[w] = values.words[chunk][pair][w];
           } else {
-            SM90_TMA_STORE_4D::copy(&map_c, c, col, kRagged - (t.end - row), +kRagged, t.problem * p.m + t.end);
+            Round(values, chunk, pair, words);
           }
-          tma_store_arrive();
+          const int part = 2 * pair + lane / 16;
+          asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};\n" ::"r"(
+                           address + ((part ^ (r & 7)) << 4)),
+                       "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3])
+                       : "memory");
         }
-        if (++buffer == kBuffers) buffer = 0;
+      } else {
+#pragma unroll
+        for (int group = 0; group < 4; ++group) {
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            const int r = warp * 16 + lane / 4 + 8 * half, part = 2 * group + lane % 4 / 2;
+            const int column = chunk % kChunksOfRow * 4 + group, block = chunk / kChunksOfRow;
+            *reinterpret_cast<float2*>(c + r * 128 + ((part ^ (r & 7)) << 4) + lane % 2 * 8) = make_float2(
+                values(make_coord(0, half, column), block, 0), values(make_coord(1, half, column), block, 0));
+          }
+        }
       }
+      tma_store_fence();
+      cutlass::arch::NamedBarrier::sync(kWarpgroup, 3 + which);
+      if (thread == 0) {
+        if constexpr (kTgmm) {
+          StoreOnce(map_c, c, col, row, t.problem * p.weights + t.weight);
+        } else {
+          SM90_TMA_STORE_4D::copy(&map_c, c, col, kRagged - (t.end - row), +kRagged, t.problem * p.m + t.end);
+        }
+        tma_store_arrive();
+      }
+      if (++buffer == kBuffers) buffer = 0;
     }
   }
 
