@@ -23,6 +23,7 @@ The plain call is also what a program for one device has in the end.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -169,7 +170,7 @@ def _one_device(spec: Spec, *operands: jax.Array) -> jax.Array:
         # Nothing is copied, except where nested vmaps map one operand over some of the axes and not over others.
         if x.shape[:rank] == (1,) * rank:
             return x.reshape(1, *x.shape[rank:])
-        return jnp.broadcast_to(x, (*batch, *x.shape[rank:])).reshape(-1, *x.shape[rank:])
+        return jnp.broadcast_to(x, (*batch, *x.shape[rank:])).reshape(math.prod(batch), *x.shape[rank:])
 
     lhs, rhs, group_sizes, group_offset = map(fold, operands)
     out = _ffi.grouped(spec, lhs, rhs, group_sizes, group_offset[:, 0])

@@ -160,6 +160,19 @@ class Vmap:
         want = np.array([reference.gmm(x, rhs, s) for x, s in zip(lhs, sizes, strict=True)]).reshape(batch, M, N)
         assert_exact(jax.vmap(jax_gg.gmm, (0, None, 0))(lhs, rhs, sizes), want)
 
+    @pytest.mark.parametrize("empty", "mkng")
+    def test_nothing(self, empty):
+        """A dimension of 0 in problems of which there are several."""
+        m, k, n, g = (0 if name == empty else size for name, size in zip("mkng", (M, K, N, G), strict=True))
+        lhs, rhs, dout = np.ones((INNER, m, k)), np.ones((INNER, g, k, n)), np.ones((INNER, m, n))
+        lhs, rhs, dout, sizes = *(x.astype(np.float32) for x in (lhs, rhs, dout)), np.full((INNER, g), 2, np.int32)
+        for axes in ((0, 0, 0), (0, None, 0), (0, 0, None)):
+            args = [x if axis == 0 else x[0] for x, axis in zip((lhs, rhs, sizes), axes, strict=True)]
+            want = np.stack([reference.gmm(x, rhs[0], sizes[0]) for x in lhs])
+            assert_exact(jax.vmap(jax_gg.gmm, axes)(*args), want)
+        want = np.stack([reference.tgmm(x, y, s) for x, y, s in zip(lhs, dout, sizes, strict=True)])
+        assert_exact(jax.vmap(jax_gg.tgmm)(lhs, dout, sizes), want)
+
     def test_three_deep(self, rng):
         lhs = operands.integers(rng, (2, 3, M, K))
         rhs = operands.integers(rng, (2, 2, G, K, N))
