@@ -4,6 +4,7 @@ Each error is one line that names the argument, what came and what was expected.
 """
 
 import inspect
+from collections.abc import Iterable
 from typing import Any, NoReturn
 
 import jax
@@ -76,7 +77,7 @@ def _few_rows(lhs: jax.Array) -> None:
         raise ValueError(_say("lhs", f"m = {lhs.shape[0]} rows", f"at most {_INT32.max}"))
 
 
-def _int32(x: jax.Array) -> jax.Array:
+def as_int32(x: jax.Array) -> jax.Array:
     """`x` as int32, what does not fit at the nearest end: no size or offset beyond int32 differs from its end."""
     info = jnp.iinfo(x.dtype)
     if info.min < _INT32.min or info.max > _INT32.max:
@@ -105,7 +106,7 @@ def _integers(name: str, x: Any, expected: str) -> jax.Array:
         if x.dtype.itemsize >= 4:
             x = np.clip(x, _INT32.min, _INT32.max).astype(np.int32)
         x = jnp.asarray(x)
-    return _int32(x)
+    return as_int32(x)
 
 
 def group_sizes(x: Any) -> jax.Array:
@@ -202,6 +203,11 @@ def are_gmm_dtypes(lhs: Any, rhs: Any, preferred_element_type: Any) -> bool:
         return str(jnp.dtype(preferred_element_type)) in _RESULTS[names[0]]
     except TypeError:  # not a dtype at all
         return True
+
+
+def is_served(lhs: np.dtype, rhs: np.dtype, result: np.dtype) -> bool:
+    """Whether the kernels multiply operands of these dtypes to such a result, on some platform."""
+    return lhs == rhs and str(result) in _RESULTS.get(str(lhs), ())
 
 
 def reduction_order(x: Any, group_offset: Any) -> None:
@@ -302,6 +308,24 @@ def precision(x: Any) -> jax.lax.Precision:
     except (TypeError, ValueError) as e:
         got = type(x).__name__ if isinstance(e, TypeError) else repr(x)
         raise type(e)(_say("precision", got, expected)) from e
+
+
+def precision_or_none(x: Any) -> jax.lax.Precision | None:
+    """Returns the precision that serves `x`, which JAX takes; None if there is none."""
+    try:
+        return precision(x)
+    except (TypeError, ValueError):
+        return None
+
+
+def platforms(x: Any, known: tuple[str, ...]) -> frozenset[str]:
+    """Returns names of platforms."""
+    expected = f"a sequence of {_one_of(tuple(map(repr, known)))}"
+    if isinstance(x, str) or not isinstance(x, Iterable):
+        raise TypeError(_say("platforms", repr(x), expected))
+    if unknown := [name for name in x if name not in known]:
+        raise ValueError(_say("platforms", repr(unknown[0]), expected))
+    return frozenset(x)
 
 
 def positive(name: str, x: Any) -> int:

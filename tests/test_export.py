@@ -71,7 +71,7 @@ def export(platform: str, function: str, path: pathlib.Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.fixture(params=["gmm"])
+@pytest.fixture(params=["gmm", "ragged_dot"])
 def function(request):
     return request.param
 
