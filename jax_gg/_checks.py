@@ -210,6 +210,21 @@ def is_served(lhs: np.dtype, rhs: np.dtype, result: np.dtype) -> bool:
     return lhs == rhs and str(result) in _RESULTS.get(str(lhs), ())
 
 
+def not_served(name: str, got: Any, expected: str) -> NotImplementedError:
+    """What to raise for a call that is right, and that something else may serve."""
+    return NotImplementedError(_say(name, got, expected))
+
+
+def served_arrays(lhs: Any, rhs: Any, preferred_element_type: Any) -> None:
+    """Raises what `not_served` returns, unless `gmm` takes these operands, as far as their kinds and dtypes go."""
+    for name, x in (("lhs", lhs), ("rhs", rhs)):
+        if not isinstance(x, (jax.Array, np.ndarray)):
+            raise not_served(name, type(x).__name__, "an array")
+    if not are_gmm_dtypes(lhs, rhs, preferred_element_type):
+        result = "" if preferred_element_type is None else f" to {jnp.dtype(preferred_element_type)}"
+        raise not_served("lhs and rhs", f"{lhs.dtype} and {rhs.dtype}{result}", "dtypes that gmm takes")
+
+
 def reduction_order(x: Any, group_offset: Any) -> None:
     """`ragged_dot` leaves an order of sums to JAX, which takes it since 0.12.1, and no group_offset with it."""
     if x is None:
